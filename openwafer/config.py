@@ -204,7 +204,7 @@ def yaml_scalar(text: str) -> Any:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError):
         return text
-    return value if isinstance(value, (bool, int, float)) or value is None and text != "" else text
+    return value if isinstance(value, (bool, int, float)) or (value is None and text != "") else text
 
 
 def _plain(kind: Any) -> Any:
