@@ -65,9 +65,7 @@ def parse(cls: type[T], mapping: Any, where: str = "") -> T:
     return cls(**values)
 
 
-def convert(
-    value: Any, kind: Any, name: str, metadata: Mapping[str, Any] = types.MappingProxyType({})
-) -> Any:
+def convert(value: Any, kind: Any, name: str, metadata: Mapping[str, Any] = types.MappingProxyType({})) -> Any:
     """`value` as `kind` within the limits in `metadata`, or a UserError that names the field."""
     if typing.get_origin(kind) in (Union, types.UnionType):
         inner = [arg for arg in typing.get_args(kind) if arg is not type(None)]

@@ -35,14 +35,10 @@ class ModelConfig:
     intermediate_size: int | None = option(None, help="width of the feed-forward layer", minimum=1)
     vocab_size: int = option(50257, help="number of token ids", minimum=1)
     max_position_embeddings: int = option(2048, help="longest context", minimum=1)
-    activation: Literal["gelu", "gelu_tanh", "silu", "relu"] | None = option(
-        None, help="feed-forward nonlinearity"
-    )
+    activation: Literal["gelu", "gelu_tanh", "silu", "relu"] | None = option(None, help="feed-forward nonlinearity")
     norm_eps: float = option(1e-5, help="epsilon of the norms", minimum=0)
     tie_word_embeddings: bool | None = option(None, help="share the embedding with the output head")
-    dropout: float = option(
-        0.0, help="dropout after embedding, attention and feed-forward", minimum=0, maximum=0.99
-    )
+    dropout: float = option(0.0, help="dropout after embedding, attention and feed-forward", minimum=0, maximum=0.99)
     qkv_bias: bool = option(False, help="llama: biases on q, k and v (Qwen2)")
     qk_norm: bool = option(False, help="llama: RMSNorm on each q and k head (Qwen3, Gemma 3)")
     rope_theta: float = option(10000.0, help="llama: base of the rotary frequencies", minimum=1)
@@ -52,9 +48,7 @@ class ModelConfig:
     sliding_window_pattern: int | None = option(
         None, help="llama: every N-th layer sees everything; default: all slide", minimum=1
     )
-    gemma_norms: bool = option(
-        False, help="llama: Gemma 3's (1 + w) norms before and after, scaled embedding"
-    )
+    gemma_norms: bool = option(False, help="llama: Gemma 3's (1 + w) norms before and after, scaled embedding")
     attention_scale: float | None = option(None, help="scale of q·k (default: head_dim ** -0.5)", minimum=0)
 
     def __post_init__(self) -> None:
