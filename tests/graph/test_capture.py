@@ -300,3 +300,29 @@ def test_wrong_inputs_are_named() -> None:
         bind_inputs(graph, (torch.zeros(3, 12), torch.zeros(4, 4)))
     with pytest.raises(UserError, match="captured with 2 input tensors, got 1"):
         bind_inputs(graph, (torch.zeros(4, 12),))
+
+
+class Doubling(nn.Module):
+    """Changes its own input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return self.linear(x)
+
+
+def test_blocks_that_change_their_input_in_place() -> None:
+    module = nn.Sequential(nn.Linear(6, 6), Doubling(), Doubling(), nn.ReLU(inplace=True))
+    graph = capture(module, (PAIR["a"],))
+    values, _ = forward(graph, dict(module.named_parameters()), {}, bind_inputs(graph, (PAIR["a"],)))
+    kept = {name: value.clone() for name, value in values.items()}
+    assert torch.equal(result_of(graph, values), module(PAIR["a"]))
+    heads = {leaf.name: torch.ones(4, 6) for leaf in graph.outputs if isinstance(leaf, Value)}
+    uses = backward(graph, dict(module.named_parameters()), {}, values, heads)
+    assert all(torch.equal(values[name], kept[name]) for name in kept), "recomputation must not change activations"
+    module(PAIR["a"]).sum().backward()
+    for name, gradient in [pair for use in uses for pair in use.items()]:
+        assert torch.equal(gradient, module.get_parameter(name).grad)
