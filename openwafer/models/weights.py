@@ -1,0 +1,78 @@
+"""Weights: named tensors from any file, put into a module that was built on the meta device."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from openwafer.errors import UserError
+
+
+def assign(
+    module: nn.Module,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    source: str,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """Make `tensors` the parameters of `module` and return it; `source` names the file or folder in errors.
+
+    Tensors are taken one at a time and not copied unless `dtype` (default: each tensor's own) asks for it, so
+    a lazy iterable keeps memory bounded. Names that share one parameter (a tied head) need one tensor; if
+    both are given they must be equal.
+    """
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
+    target_of = {name: parameter for parameter, names in names_of.items() for name in names}
+    done: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
+    for name, tensor in tensors:
+        target = target_of.get(name)
+        if target is None:
+            raise UserError(f"{source}: tensor {name!r} has no place in this model (wrong configuration?)")
+        _check(name, tensor, target, source)
+        if dtype is not None:
+            tensor = tensor.to(dtype)
+        if target in done:
+            _check_same(name, tensor, *done[target], source)
+            continue
+        new = nn.Parameter(tensor, requires_grad=target.requires_grad)
+        done[target] = name, new
+        for alias in names_of[target]:
+            owner, _, leaf = alias.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, new)
+    missing = [names[0] for parameter, names in names_of.items() if parameter not in done]
+    if missing:
+        raise UserError(
+            f"{source}: {len(missing)} of {len(names_of)} tensors are missing: {', '.join(missing[:5])}"
+            f"{', ...' if len(missing) > 5 else ''}"
+        )
+    _fill_buffers(module)
+    return module
+
+
+def _check(name: str, tensor: torch.Tensor, target: torch.Tensor, source: str) -> None:
+    if tensor.shape != target.shape:
+        raise UserError(
+            f"{source}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(target.shape)}"
+        )
+    if not tensor.is_floating_point():
+        raise UserError(
+            f"{source}: tensor {name!r} holds {str(tensor.dtype).removeprefix('torch.')}, "
+            "not floating point numbers: quantised weights must be dequantised first"
+        )
+
+
+def _check_same(name: str, tensor: torch.Tensor, first_name: str, first: torch.Tensor, source: str) -> None:
+    if not torch.equal(tensor, first):
+        raise UserError(
+            f"{source}: the model shares one weight between {first_name!r} and {name!r}, but the two given "
+            "differ: set tie_word_embeddings to false, or give one"
+        )
+
+
+def _fill_buffers(module: nn.Module) -> None:
+    """Give the computed buffers (rotary frequencies), which no file holds, their values."""
+    for child in module.modules():
+        reset = getattr(child, "reset_buffers", None)
+        if callable(reset):
+            reset()
