@@ -1,6 +1,6 @@
 """Text in, batches of token ids out: documents, tokenizer, memory-mapped shards, a shuffled order of samples.
 
-Start at `prepare.py` (the whole pipeline) and `batches.py` (what training reads).
+Start at `prepare.py` (the whole pipeline, `prepare.prepare`) and `batches.py` (what training reads).
 """
 
 import importlib
@@ -10,13 +10,7 @@ if TYPE_CHECKING:
     from openwafer.data.batches import Batches
     from openwafer.data.config import DataConfig
     from openwafer.data.corpus import pull_shakespeare
-    from openwafer.data.prepare import (
-        PrepareConfig,
-        Prepared,
-        folder_of,
-        prepare,
-        prepared_shakespeare,
-    )
+    from openwafer.data.prepare import PrepareConfig, Prepared, folder_of, prepared_shakespeare
     from openwafer.data.shards import Shards
 
 __all__ = [
@@ -26,7 +20,6 @@ __all__ = [
     "Prepared",
     "Shards",
     "folder_of",
-    "prepare",
     "prepared_shakespeare",
     "pull_shakespeare",
 ]

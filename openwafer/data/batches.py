@@ -41,7 +41,7 @@ class Batches:
         position = first + np.arange(self.batch_size, dtype=np.int64)
         # An epoch's key is a function of (seed, epoch); a batch that crosses a border uses two or more.
         epochs = (position // self.num_samples).astype(np.uint64) + np.uint64(epoch & _MASK64)
-        keys = _mix(_mix(epochs) ^ _mix(np.full(1, self.seed & _MASK64, dtype=np.uint64)))
+        keys = _mix(epochs + _mix(np.full(1, self.seed & _MASK64, dtype=np.uint64)))
         return permuted(position % self.num_samples, self.num_samples, keys)
 
     def at(self, step: int, rows: range | None = None) -> dict[str, np.ndarray]:

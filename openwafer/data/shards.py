@@ -236,7 +236,7 @@ def _check_file(path: Path, entry: ShardFile, itemsize: int, verify: bool) -> No
         num_bytes = path.stat().st_size
         if num_bytes != entry.tokens * itemsize:
             raise UserError(
-                f"{path} is {num_bytes} bytes, expected {entry.tokens * itemsize}: it is truncated or damaged; "
+                f"{path} is {num_bytes} bytes, expected {entry.tokens * itemsize}: it is truncated; "
                 "prepare the data again"
             )
         if verify and _sha256(path) != entry.sha256:

@@ -107,7 +107,8 @@ def _at_most(texts: Iterable[str], limit_chars: int) -> Iterator[str]:
 def load(path: Path, end_of_text: str | None = None) -> TextEncoder:
     """The tokenizer.json at `path` (the file, or a folder with it).
 
-    Its end of text is `end_of_text`, else the eos_token of tokenizer_config.json beside it, else a usual name.
+    Its end of text is `end_of_text`, else the eos_token of the tokenizer_config.json beside it, else one of
+    the usual names.
     """
     from tokenizers import Tokenizer
 
