@@ -41,7 +41,10 @@ def test_prepare_says_what_it_made(source, tmp_path, capsys):
         (["prepare", "--out", "o"], "--input"),
         (["prepare", "--input", "nowhere", "--out", "o"], "no text found at nowhere"),
         (["prepare", "--input", "a", "--corpus", "shakespeare", "--out", "o"], "not allowed with"),
-        (["prepare", "--input", "a", "--out", "o", "--vocab_size", "12"], "--vocab_size must be at least 257"),
+        (
+            ["prepare", "--input", "a", "--out", "o", "--vocab_size", "12"],
+            "--vocab_size must be at least 257",
+        ),
         (["prepare", "--input", "a", "--out", "o", "--val_fraction", "x"], "--val_fraction must be a number"),
         (["prepare", "--corpus", "bible", "--out", "o"], "bible"),
         ([], "ACTION"),
