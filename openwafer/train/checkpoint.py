@@ -1,0 +1,291 @@
+"""Checkpoints: safetensors shards and a manifest, committed by one rename; never pickle.
+
+    MODEL_DIR/checkpoints/step_00000100/
+        manifest.json                 format, step, tensors, files with bytes and SHA-256, meta
+        tensors-00000.safetensors     at most about `shard_bytes` each
+        tokenizer.json                when one was given
+
+Tensor names: `weights/<param>`, `buffers/<buffer>`, `optimizer/<kind>/<param>`. A folder named `step_...` is
+always whole: it is written under another name and synced to disk before it gets its own.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from openwafer.errors import UserError
+
+FORMAT = 1
+SHARD_BYTES = 1 << 30
+_STEP = re.compile(r"step_(\d{8,})")
+_RETIRED = re.compile(r"\.(step_\d{8,})\.old")
+_LEFTOVER = re.compile(r"\.step_\d{8,}\.(new|gone)\..*")
+_log = logging.getLogger(__name__)
+
+
+class BrokenCheckpoint(UserError):
+    """A piece is missing, truncated or does not match its checksum."""
+
+
+def save(
+    model_dir: Path,
+    step: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    meta: dict[str, Any],
+    *,
+    tokenizer: Path | None = None,
+    keep: int | None = 3,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write a checkpoint and return its folder; then delete all but the last `keep` (None: delete none).
+
+    Each tensor is copied when it arrives, so the caller may reuse its buffer; at most about `shard_bytes` of
+    copies are held. `meta` is any JSON. If writing fails, earlier checkpoints are as they were.
+    """
+    assert step >= 0
+    assert keep is None or keep >= 1
+    root = model_dir / "checkpoints"
+    target = root / f"step_{step:08d}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _only_writer(root):
+            _clean(root)
+            folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.new.", dir=root))
+            try:
+                folder.chmod(0o755)
+                _write(folder, step, tensors, meta, tokenizer, shard_bytes)
+                _commit(folder, target)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            if keep is not None:
+                _prune(root, target, keep)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"cannot write checkpoint {target}: {error}; earlier checkpoints are intact: "
+            "free some space or choose another --model_dir"
+        ) from None
+    return target
+
+
+@contextlib.contextmanager
+def _only_writer(root: Path) -> Iterator[None]:
+    """One process saves at a time. The lock dies with its holder, so what lies around under it is litter."""
+    with (root / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another run is saving into {root}: give each run its own --model_dir") from None
+        yield
+
+
+def _clean(root: Path) -> None:
+    """Remove what killed writers left; undo a replacement that was cut between its two renames."""
+    for path in sorted(root.iterdir()):
+        retired = _RETIRED.fullmatch(path.name)
+        if retired and not (root / retired[1]).exists():
+            path.rename(root / retired[1])
+        elif retired or _LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _write(
+    folder: Path,
+    step: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    meta: dict[str, Any],
+    tokenizer: Path | None,
+    shard_bytes: int,
+) -> None:
+    entries: dict[str, dict[str, Any]] = {}
+    names: list[str] = []
+    for number, shard in enumerate(_grouped(tensors, shard_bytes)):
+        names.append(f"tensors-{number:05d}.safetensors")
+        for name, tensor in shard.items():
+            assert name not in entries, f"two tensors are called {name}"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            entries[name] = {"file": names[-1], "shape": list(tensor.shape), "dtype": dtype}
+        save_file(shard, folder / names[-1])
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, folder / "tokenizer.json")
+        names.append("tokenizer.json")
+    files = {}
+    for name in names:
+        _sync(folder / name)
+        files[name] = {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
+    manifest = {"format": FORMAT, "step": step, "tensors": entries, "files": files, "meta": meta}
+    manifest["checksum"] = _checksum(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    _sync(folder / "manifest.json")
+    _sync(folder)
+
+
+def _grouped(
+    tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    num_bytes = 0
+    for name, tensor in tensors:
+        if shard and num_bytes + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, num_bytes = {}, 0
+        assert name not in shard, f"two tensors are called {name}"
+        shard[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        num_bytes += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _commit(folder: Path, target: Path) -> None:
+    """Give the finished folder its name. A checkpoint of the same step steps aside first; `latest` and the
+    next save know its other name, so a kill in between loses nothing."""
+    retired = target.with_name(f".{target.name}.old")
+    if target.exists():
+        target.rename(retired)
+    folder.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _prune(root: Path, newest: Path, keep: int) -> None:
+    others = sorted((s, path) for s, path in _steps(root) if path != newest)
+    for _, path in others[: max(0, len(others) - (keep - 1))]:
+        # Renamed before it is deleted: a half-deleted folder must not look like a checkpoint.
+        gone = path.with_name(f".{path.name}.gone.{os.getpid()}")
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _steps(root: Path) -> Iterator[tuple[int, Path]]:
+    """Committed checkpoints as (step, folder); a retired one counts while nothing has taken its place."""
+    for path in root.iterdir() if root.is_dir() else ():
+        name = path.name
+        retired = _RETIRED.fullmatch(name)
+        if retired and not (root / retired[1]).exists():
+            name = retired[1]
+        match = _STEP.fullmatch(name)
+        if match and path.is_dir():
+            yield int(match[1]), path
+
+
+def latest(model_dir: Path) -> Path | None:
+    """The folder of the newest whole checkpoint, or None. Damaged ones are passed over with a warning."""
+    for _, path in sorted(_steps(model_dir / "checkpoints"), reverse=True):
+        try:
+            Checkpoint.open(path)
+        except BrokenCheckpoint as error:
+            _log.warning("passing over a damaged checkpoint: %s", error)
+            continue
+        return path
+    return None
+
+
+class Checkpoint:
+    """A checkpoint opened for reading."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]):
+        self.folder = folder
+        self.step: int = manifest["step"]
+        self.meta: dict[str, Any] = manifest["meta"]
+        self._tensors: dict[str, dict[str, Any]] = manifest["tensors"]
+        self._files: dict[str, dict[str, Any]] = manifest["files"]
+        self._open: dict[str, Any] = {}
+
+    @classmethod
+    def open(cls, folder: Path) -> "Checkpoint":
+        """Check the manifest and that every file is there at its size; contents are checked when read."""
+        manifest = _read_manifest(folder)
+        for name, entry in manifest["files"].items():
+            path = folder / name
+            num_bytes = path.stat().st_size if path.is_file() else None
+            if num_bytes is None:
+                raise BrokenCheckpoint(f"{path} is missing: use another checkpoint")
+            if num_bytes != entry["bytes"]:
+                raise BrokenCheckpoint(
+                    f"{path} is {num_bytes} bytes, expected {entry['bytes']}: it is truncated; "
+                    "use another checkpoint"
+                )
+        return cls(folder, manifest)
+
+    @property
+    def tokenizer(self) -> Path | None:
+        return self.folder / "tokenizer.json" if "tokenizer.json" in self._files else None
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Tensor names, in the order they were saved; for instance of the group `weights/`."""
+        return [name for name in self._tensors if name.startswith(prefix)]
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, mapped from its file. The file's SHA-256 is checked before its first use."""
+        if name not in self._tensors:
+            raise UserError(f"checkpoint {self.folder} has no tensor {name!r}")
+        entry = self._tensors[name]
+        try:
+            tensor = self._file(entry["file"]).get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise BrokenCheckpoint(f"cannot read {self.folder / entry['file']}: {error}") from None
+        found = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        if found != (entry["shape"], entry["dtype"]):
+            raise BrokenCheckpoint(
+                f"{self.folder / entry['file']}: {name} is {found[1]} {found[0]}, "
+                f"the manifest says {entry['dtype']} {entry['shape']}"
+            )
+        return tensor
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            path = self.folder / name
+            if _sha256(path) != self._files[name]["sha256"]:
+                raise BrokenCheckpoint(f"{path} does not match its checksum: use another checkpoint")
+            self._open[name] = safe_open(path, framework="pt")
+        return self._open[name]
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise BrokenCheckpoint(f"{path} is missing: {folder} is not a checkpoint") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise BrokenCheckpoint(f"cannot read {path}: {error}") from None
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if isinstance(version, int) and version > FORMAT:
+        raise UserError(f"{path} has format {version}, this version reads up to {FORMAT}: update openwafer")
+    if version != FORMAT or manifest.pop("checksum", None) != _checksum(manifest):
+        raise BrokenCheckpoint(f"{path} is damaged: it does not match its own checksum")
+    # The checksum keeps out accidents; whoever made the file, its names must not lead out of the folder.
+    tensors, files = manifest["tensors"].values(), manifest["files"]
+    if any(Path(name).name != name for name in files) or any(entry["file"] not in files for entry in tensors):
+        raise BrokenCheckpoint(f"{path} is damaged: it names files that are not in {folder}")
+    return manifest
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Have a file or folder on disk before the next step is taken."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
