@@ -1,9 +1,11 @@
 """`openwafer COMMAND ...`: find the command, parse its flags, run it, turn mistakes into one sentence."""
 
 import argparse
+import errno
 import importlib
 import os
 import re
+import select
 import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -25,7 +27,7 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are UserErrors, so that the command line has one way to complain."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Also for subparsers, which argparse makes itself: an abbreviation would change meaning with a release.
+        # Also for subparsers, which argparse makes itself: an abbreviation may mean another flag tomorrow.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
@@ -60,24 +62,29 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("openwafer: interrupted", file=sys.stderr)
         return 130
-    except OSError:
-        problem = _stdout_problem()
-        if problem is None:
+    except BrokenPipeError:
+        if not _reader_has_gone():
             raise
-        if isinstance(problem, BrokenPipeError):
-            return 0  # `openwafer graph | head`: the reader has seen enough
-        print(f"openwafer: cannot write the output: {problem.strerror}", file=sys.stderr)
+        _silence_stdout()
+        return 0  # `openwafer graph | head` has seen enough
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _silence_stdout()
+        print(f"openwafer: no space left on {error.filename or 'the device of the output'}", file=sys.stderr)
         return 2
 
 
-def _stdout_problem() -> OSError | None:
-    """Why stdout takes no more, if so; Python's own flush at exit is then kept from failing again."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return error
-    return None
+def _reader_has_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads: other broken pipes (a lost worker) are real failures."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLERR)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _silence_stdout() -> None:
+    """Keep Python's own flush at exit from failing a second time."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(argv: list[str]) -> None:
