@@ -26,7 +26,7 @@ lint: .venv/installed-dev
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/pyright
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/python tools/check_length.py
 	@$(BIN)/python tools/check_docs.py
 
