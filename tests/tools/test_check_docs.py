@@ -60,7 +60,9 @@ def test_what_is_not_meant_to_run_does_not(tmp_path: Path) -> None:
 
 
 def test_the_commands_find_this_environment_first(tmp_path: Path) -> None:
-    page(tmp_path, f'```bash\ntest "$(command -v python)" = {Path(sys.executable).parent}/python\n```')
+    page(
+        tmp_path, f'```bash\ntest "$(dirname "$(command -v python)")" -ef {Path(sys.executable).parent}\n```'
+    )
     assert check(tmp_path, "--run").returncode == 0
 
 
