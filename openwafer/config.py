@@ -9,9 +9,11 @@ import dataclasses
 import difflib
 import math
 import re
+import reprlib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
@@ -51,13 +53,14 @@ def parse(cls: type[T], mapping: Any, where: str = "") -> T:
     """Build `cls` from `mapping`; `where` names the section in errors (for instance `model`)."""
     if not isinstance(mapping, Mapping):
         raise UserError(f"{where or 'params'} must be a mapping of keys to values, got {_shown(mapping)}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # pyright: ignore[reportArgumentType]
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in mapping.items():
-        name = f"{where}.{key}" if where else str(key)
+        text = key if isinstance(key, str) else _shown(key)
+        name = f"{where}.{text}" if where else text
         if key not in fields:
-            raise UserError(unknown(f"key {name!r}", str(key), fields))
+            raise UserError(unknown(f"key {_shown(name)}", text, fields))
         values[key] = convert(value, hints[key], name, fields[key].metadata)
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
@@ -73,14 +76,23 @@ def convert(value: Any, kind: Any, name: str, metadata: Mapping[str, Any] = type
             if len(inner) == len(typing.get_args(kind)):
                 raise UserError(f"{name} must not be empty")
             return None
+        assert len(inner) == 1, f"{name}: only `X | None` is supported, not {kind}"
         kind = inner[0]
     if typing.get_origin(kind) is Literal:
         return _one_of(value, typing.get_args(kind), name)
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, (list, tuple)):
             raise UserError(f"{name} must be a list, got {_shown(value)}")
-        item = typing.get_args(kind)[0]
-        return tuple(convert(v, item, f"{name}[{i}]") for i, v in enumerate(value))
+        items = typing.get_args(kind)
+        if items[-1] is Ellipsis:
+            items = items[:1] * len(value)
+        if len(value) != len(items):
+            raise UserError(f"{name} must be a list of {len(items)} values, got {_shown(value)}")
+        # The limits of a list are those of each of its values.
+        return tuple(
+            convert(v, item, f"{name}[{i}]", metadata)
+            for i, (v, item) in enumerate(zip(value, items, strict=True))
+        )
     if dataclasses.is_dataclass(kind):
         return value if isinstance(value, kind) else parse(kind, value, name)  # pyright: ignore
     if metadata.get("size"):
@@ -132,14 +144,33 @@ def _one_of(value: Any, choices: Iterable[Any], name: str) -> Any:
     return value
 
 
+class _Shortener(reprlib.Repr):
+    """`repr` in one short line. Bounded in time too: YAML aliases can describe lists of 2 ** 1000 values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 60
+        self.maxlevel = 3
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to print integers of more than 4300 digits.
+        return super().repr_int(x, level) if x.bit_length() < 1000 else f"a number of {x.bit_length()} bits"
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        # The inherited one sorts the keys, which YAML does not promise to be comparable.
+        shown = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in [*x.items()][:4]]
+        return "{" + ", ".join(shown + ["..."] * (len(x) > 4)) + "}" if level > 0 else "{...}"
+
+
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = _Shortener().repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def unknown(what: str, given: str, known: Iterable[str]) -> str:
     """The sentence for an unknown name, with the nearest right one."""
     known = sorted(known)
+    given = given[:80]
     near = difflib.get_close_matches(given, known, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
     return f"unknown {what}: {hint}"
@@ -147,29 +178,59 @@ def unknown(what: str, given: str, known: Iterable[str]) -> str:
 
 def parse_size(value: Any, name: str = "size") -> int:
     """Bytes from `20GiB`, `1.5 MB` or a plain number."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value)) if _is_size(value) else None
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    text = str(value) if isinstance(value, (float, str)) else ""
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _SIZE_UNITS:
         raise UserError(f"{name} must be a size such as 4GiB or 500MB, got {_shown(value)}")
-    return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
+    return int(Decimal(match[1]) * _SIZE_UNITS[match[2].upper()])
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, (int, float, str)) and not isinstance(value, bool)
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, except that a key given twice is an error rather than the last one winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
+                key = (key_node.tag, key_node.value)
+                if key in seen:
+                    problem = f"the key {_shown(key_node.value)} is given twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+# Besides its own errors PyYAML lets through what Python raises on a bad tagged scalar, such as `!!int ""`.
+_YAML_ERRORS = (
+    yaml.YAMLError,
+    ValueError,
+    OverflowError,
+    RecursionError,
+    LookupError,
+    TypeError,
+    AttributeError,
+)
 
 
 def load_yaml(path: Path) -> Any:
     """The contents of a YAML file; an unreadable or malformed one is a UserError with the line."""
+    shown = str(path) if str(path).isprintable() else repr(str(path))
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"no such file: {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        raise UserError(f"no such file: {shown}") from None
+    except (OSError, ValueError) as error:
+        # ValueError: not UTF-8, or a path that no file can have.
+        raise UserError(f"cannot read {shown}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        return yaml.load(text, _Loader)
+    except _YAML_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error) or type(error).__name__
-        raise UserError(f"{path}{line} is not valid YAML: {problem}") from None
+        raise UserError(f"{shown}{line} is not valid YAML: {' '.join(problem.split())}") from None
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type, names: Iterable[str]) -> None:
@@ -191,18 +252,29 @@ def flag_values(cls: type, namespace: argparse.Namespace) -> dict[str, Any]:
         if hasattr(namespace, field.name):
             text = getattr(namespace, field.name)
             # `--seed 3` arrives as text: read it as YAML would, so a flag and a params key mean the same.
-            is_text = field.metadata.get("size") or _plain(hints[field.name]) in (str, Path)
-            value = text if is_text else yaml_scalar(text)
+            value = text if field.metadata.get("size") else _flag_value(text, _plain(hints[field.name]))
             values[field.name] = convert(value, hints[field.name], f"--{field.name}", field.metadata)
     return values
 
 
+def _flag_value(text: str, kind: Any) -> Any:
+    if typing.get_origin(kind) is tuple:
+        # A list is `0.9,0.95`, with or without YAML's brackets.
+        items = text.strip().removeprefix("[").removesuffix("]").split(",")
+        return [_flag_value(item.strip(), typing.get_args(kind)[0]) for item in items if item.strip()]
+    is_text = kind in (str, Path)
+    if typing.get_origin(kind) is Literal:
+        is_text = all(isinstance(choice, str) for choice in typing.get_args(kind))
+    return text if is_text else yaml_scalar(text)
+
+
 def yaml_scalar(text: str) -> Any:
+    """The number, truth value or null that YAML sees in `text`, else the text itself."""
     try:
         value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError):
+    except _YAML_ERRORS:
         return text
-    return value if isinstance(value, (bool, int, float)) or (value is None and text != "") else text
+    return value if isinstance(value, (bool, int, float)) or (value is None and text.strip()) else text
 
 
 def _plain(kind: Any) -> Any:

