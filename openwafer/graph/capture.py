@@ -62,7 +62,7 @@ def _graph(assembler: Assembler, units: list[Unit], module: nn.Module) -> Graph:
     used = {name for unit in units for name in unit.buffers}
     return Graph(
         units=tuple(units),
-        weights=_weights(units, twin.module),
+        weights=_weights(units, twin.module, module),
         buffers={name: spec for name, spec in specs.items() if name in used},
         values={name: TensorSpec.of(assembler.nodes[name].meta["val"]) for name in sorted(read)},
         inputs=tuple(name if name in read else None for name in given),
@@ -72,16 +72,16 @@ def _graph(assembler: Assembler, units: list[Unit], module: nn.Module) -> Graph:
     )
 
 
-def _weights(units: list[Unit], module: nn.Module) -> dict[str, WeightSpec]:
-    """Every weight in the flat layout of the first Unit that uses it."""
+def _weights(units: list[Unit], twin: nn.Module, module: nn.Module) -> dict[str, WeightSpec]:
+    """Every weight in the flat layout of the first Unit that uses it; the user's module says which are trained."""
     weights: dict[str, WeightSpec] = {}
     for unit in units:
         offset = 0
         for name in unit.weights:
             if name not in weights:
-                parameter = module.get_parameter(name)
-                spec = TensorSpec.of(parameter)
-                weights[name] = WeightSpec(name, spec, parameter.requires_grad, unit.index, offset)
+                spec = TensorSpec.of(twin.get_parameter(name))
+                is_trained = module.get_parameter(name).requires_grad
+                weights[name] = WeightSpec(name, spec, is_trained, unit.index, offset)
                 offset += padded(spec.num_elements)
     return weights
 

@@ -22,6 +22,12 @@ from openwafer.errors import UserError
 from openwafer.graph.randomness import seeded
 
 _TAPE = "_openwafer_tape"
+_FILLS = {
+    torch.ops.aten.normal_.default,
+    torch.ops.aten.uniform_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.zero_.default,
+}
 _build = threading.Lock()
 
 
@@ -103,7 +109,8 @@ class _Taper(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and _is_fake(args[0]):
             # `.item()` while building, for instance on a list of rates: the value is known, so make it.
             return self.recipe.make(args[0]).item()
-        result = func(*args, **kwargs)
+        # Filling changes neither shape nor type: only taped, not run (1 ms a call on fake tensors otherwise).
+        result = args[0] if func in _FILLS and _is_fake(args[0]) else func(*args, **kwargs)
         self._tape(func, args, kwargs, result)
         return result
 

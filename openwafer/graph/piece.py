@@ -74,7 +74,7 @@ def export_block(twin: Twin, call: BlockCall) -> Piece:
 
 def export_skeleton(twin: Twin, blocks: dict[str, nn.Module], calls: list[BlockCall]) -> Piece:
     """The code around the blocks."""
-    counter = itertools.count()
+    counter: Iterator[int]
 
     def opaque(path: str, module: nn.Module, forward: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -91,8 +91,29 @@ def export_skeleton(twin: Twin, blocks: dict[str, nn.Module], calls: list[BlockC
 
         return call
 
+    # Most models never look inside a block from outside; without the blocks' own weights the export of an
+    # 80-layer model takes a fifth of the time.
+    with contextlib.suppress(AttributeError, KeyError), _hollow(blocks):
+        counter = itertools.count()
+        with replaced_forwards(blocks, opaque), _exporting(calls):
+            return _export(twin.module, twin.args, twin.kwargs)
+    counter = itertools.count()
     with replaced_forwards(blocks, opaque), _exporting(calls):
         return _export(twin.module, twin.args, twin.kwargs)
+
+
+@contextlib.contextmanager
+def _hollow(blocks: dict[str, nn.Module]) -> Iterator[None]:
+    """Takes weights, buffers and submodules out of the blocks until the context ends."""
+    parts = ("_parameters", "_buffers", "_modules")
+    before = {path: {part: module.__dict__[part] for part in parts} for path, module in blocks.items()}
+    for module in blocks.values():
+        module.__dict__.update({part: {} for part in parts})
+    try:
+        yield
+    finally:
+        for path, module in blocks.items():
+            module.__dict__.update(before[path])
 
 
 def _same_arguments(recorded: BlockCall, args: Any, kwargs: Any) -> bool:

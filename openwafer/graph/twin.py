@@ -39,7 +39,8 @@ def make_twin(module: nn.Module, args: tuple, kwargs: dict[str, Any], dtype: tor
     # deepcopy takes what the memo already has: every tensor becomes its fake, nothing is allocated.
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
+        # Without gradients: the captured operations are the same, and autograd need not follow along.
+        memo[id(parameter)] = nn.Parameter(fake(parameter), requires_grad=False)
     for buffer in module.buffers():
         memo[id(buffer)] = fake(buffer)
     try:
