@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openwafer.train.checkpoint import Checkpoint, latest, save
+    from openwafer.checkpoint import Checkpoint, latest, save
     from openwafer.train.metrics import MetricsLog, StepMetrics
     from openwafer.train.progress import ProgressDisplay
     from openwafer.train.schedule import ScheduleConfig

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from openwafer.errors import UserError
-from openwafer.train.checkpoint import Checkpoint, latest, save
+from openwafer.checkpoint import Checkpoint, latest, save
 
 
 def tensors(seed=0):
@@ -189,7 +189,7 @@ def test_a_changed_bit_is_found_before_the_first_use(tmp_path):
 
 
 def rewrite_manifest(folder, change):
-    from openwafer.train.checkpoint import _checksum
+    from openwafer.checkpoint import _checksum
 
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["checksum"]
@@ -226,7 +226,7 @@ FULL_DISK = """
 import resource, sys, torch
 from pathlib import Path
 from openwafer.errors import UserError
-from openwafer.train.checkpoint import Checkpoint, latest, save
+from openwafer.checkpoint import Checkpoint, latest, save
 model_dir, limit = Path(sys.argv[1]), int(sys.argv[2])
 save(model_dir, 1, [("weights/a", torch.ones(1000))], {})
 if limit:
@@ -272,7 +272,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path):
 KILLED = """
 import os, random, signal, sys, time, torch
 from pathlib import Path
-from openwafer.train.checkpoint import Checkpoint, latest, save
+from openwafer.checkpoint import Checkpoint, latest, save
 model_dir = Path(sys.argv[1])
 random.seed(int(sys.argv[2]))
 

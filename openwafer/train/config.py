@@ -1,0 +1,59 @@
+"""How a run goes: steps, batches, optimizer, clipping, checkpoints. This module imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from openwafer.config import option
+from openwafer.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW. Weights with fewer than two dimensions (norms, biases) are not decayed."""
+
+    kind: Literal["adamw"] = option("adamw", help="optimizer")
+    lr: float = option(3e-4, help="base learning rate", minimum=0)
+    beta1: float = option(0.9, help="decay of the first moment", minimum=0, maximum=0.9999999)
+    beta2: float = option(0.95, help="decay of the second moment", minimum=0, maximum=0.9999999)
+    eps: float = option(1e-8, help="added to the denominator", minimum=0)
+    weight_decay: float = option(0.1, help="decoupled weight decay on matrices", minimum=0)
+    max_grad_norm: float | None = option(None, help="clip gradients to this global norm (default: no clipping)")
+
+    def __post_init__(self) -> None:
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            raise UserError(f"max_grad_norm must be above 0, got {self.max_grad_norm}: leave it out for no clipping")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One run."""
+
+    model_dir: Path = option(Path("model_dir"), help="where checkpoints and metrics go; a run there is resumed")
+    num_steps: int = option(1000, help="updates of the whole run", minimum=0)
+    mode: Literal["train", "eval", "train_and_eval"] = option("train", help="what to do")
+    batch_size: int = option(32, help="samples per update, over all workers", minimum=1)
+    micro_batch_size: int | None = option(
+        None, help="samples that go through the model at once (default: the whole batch)", minimum=1
+    )
+    seed: int = option(0, help="initial weights, order of samples and dropout", minimum=0)
+    device: Literal["cpu", "cuda"] = option("cpu", help="where Units are computed")
+    num_csx: int = option(1, help="number of workers", minimum=1)
+    checkpoint_every: int | None = option(None, help="steps between checkpoints (default: only at the end)", minimum=1)
+    keep_checkpoints: int | None = option(3, help="how many checkpoints to keep (empty: all)", minimum=1)
+    eval_every: int | None = option(None, help="steps between evaluations (default: at the end)", minimum=1)
+    eval_batches: int = option(8, help="batches of held-out text per evaluation", minimum=1)
+    log_every: int = option(10, help="steps between lines when the output is not a terminal", minimum=1)
+
+    def __post_init__(self) -> None:
+        if self.batch_size % self.micro_batch:
+            raise UserError(
+                f"micro_batch_size {self.micro_batch} does not divide batch_size {self.batch_size}: "
+                "micro-batches all have the same size"
+            )
+        if self.num_csx > 1:
+            raise UserError(f"num_csx {self.num_csx}: more than one worker does not work yet; use num_csx 1")
+
+    @property
+    def micro_batch(self) -> int:
+        return self.micro_batch_size or self.batch_size

@@ -1,0 +1,36 @@
+"""The global gradient norm, the same to the bit however the gradients are striped or threaded."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+# Squares are summed in fp32 within blocks of this many elements of one weight. Small enough that torch never
+# splits a block over threads; large enough that the list of block sums stays short.
+BLOCK_ELEMENTS = 16384
+
+
+def block_sums(gradient: Tensor) -> list[float]:
+    """Sum of squares of each block of a weight's gradient, taken in order."""
+    flat = gradient.reshape(-1)
+    whole = flat.numel() // BLOCK_ELEMENTS * BLOCK_ELEMENTS
+    sums = flat[:whole].view(-1, BLOCK_ELEMENTS).square().sum(dim=1).tolist()
+    if whole < flat.numel():
+        sums.append(flat[whole:].square().sum().item())
+    return sums
+
+
+def global_norm(sums: Iterable[float]) -> float:
+    """The norm from all block sums; `fsum` rounds once, so their order does not matter."""
+    values = list(sums)
+    if not all(math.isfinite(value) for value in values):
+        return math.nan
+    return math.sqrt(math.fsum(values))
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float | None:
+    """What gradients are multiplied by, or None when they stay as they are."""
+    if max_norm is None or norm <= max_norm:
+        return None
+    return float(torch.tensor(max_norm / (norm + 1e-6), dtype=torch.float32))

@@ -1,0 +1,155 @@
+"""The definition of a training step: plain, in memory, over the Units of a Graph.
+
+Streamed training must equal this bit for bit, on any number of workers and any tier. It is written to be read:
+
+1. Each micro-batch runs forward through all Units, then backward in reverse; randomness is keyed by
+   (seed, step, micro-batch, Unit).
+2. The gradient of each use of a weight is summed over micro-batches along one fixed tree (`tree.py`), and
+   the uses of a weight are added in reverse Unit order.
+3. Gradients are divided by the number of micro-batches, or by the global count when the model returns
+   `(loss_sum, count)`.
+4. The global norm is taken over fixed blocks (`norm.py`), gradients are clipped, and AdamW is applied.
+
+A step that meets a NaN or an infinity changes nothing.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openwafer.errors import UserError
+from openwafer.graph import Graph, Unit
+from openwafer.graph.randomness import seed_of
+from openwafer.graph.run import backward, bind_inputs, forward
+from openwafer.train.adamw import AdamState, update
+from openwafer.train.config import OptimizerConfig
+from openwafer.train.loss import LossNames, find_loss
+from openwafer.train.norm import block_sums, clip_factor, global_norm
+from openwafer.train.tree import TreeSum
+
+MicroBatch = dict[str, Any]  # keyword arguments of the model's forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step reports."""
+
+    loss: float  # mean over the global batch
+    grad_norm: float  # before clipping
+    lr: float
+
+
+@dataclass(eq=False)
+class State:
+    """Everything that training changes: what a checkpoint holds."""
+
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    optimizer: dict[str, AdamState] = field(default_factory=dict)
+    step: int = 0  # updates done
+
+
+@dataclass(eq=False)
+class Reference:
+    """The in-memory trainer. `schedule` maps the step (from 0) to a factor on the learning rate."""
+
+    graph: Graph
+    state: State
+    config: OptimizerConfig
+    schedule: Callable[[int], float]
+    seed: int = 0
+    loss: LossNames = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loss = find_loss(self.graph)
+        for name in self.trained:
+            self.state.optimizer.setdefault(name, AdamState.zeros(self.state.weights[name]))
+
+    @property
+    def trained(self) -> list[str]:
+        return [name for name, weight in self.graph.weights.items() if weight.requires_grad]
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        """One update on the global batch, given as its fixed list of micro-batches."""
+        gradients, buffers, loss = self._gradients(micro_batches)
+        norm = global_norm(total for gradient in gradients.values() for total in block_sums(gradient))
+        self._check_finite(loss, norm, gradients)
+        factor = clip_factor(norm, self.config.max_grad_norm)
+        lr = self.config.lr * self.schedule(self.state.step)
+        self.state.step += 1
+        for name, gradient in gradients.items():
+            weight = self.state.weights[name]
+            update(
+                weight,
+                gradient if factor is None else gradient * factor,
+                self.state.optimizer[name],
+                config=self.config,
+                lr=lr,
+                step=self.state.step,
+                decays=weight.dim() >= 2,
+            )
+        self.state.buffers.update(buffers)
+        return StepResult(loss=loss, grad_norm=norm, lr=lr)
+
+    def _gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+        """Gradient of each trained weight, the buffers after the step, and the mean loss."""
+        sums: list[dict[str, TreeSum]] = [{} for _ in self.graph.units]
+        buffers = dict(self.state.buffers)
+        losses: list[float] = []
+        counts: list[int] = []
+        for index, micro_batch in enumerate(micro_batches):
+            seeder = self._seeder(index)
+            values, updates = forward(
+                self.graph, self.state.weights, buffers, bind_inputs(self.graph, (), micro_batch), seeder
+            )
+            heads = {self.loss.loss: torch.ones_like(values[self.loss.loss])}
+            uses = backward(self.graph, self.state.weights, buffers, values, heads, seeder)
+            for unit, of_weights in enumerate(uses):
+                for name, gradient in of_weights.items():
+                    sums[unit].setdefault(name, TreeSum()).add(gradient.float())
+            buffers.update(updates)
+            losses.append(values[self.loss.loss].item())
+            counts.append(1 if self.loss.count is None else int(values[self.loss.count].item()))
+        divisor = sum(counts)
+        if divisor == 0:
+            raise UserError(f"step {self.state.step + 1}: the batch has no label to learn from (count 0)")
+        gradients: dict[str, Tensor] = {}
+        for uses_of_unit in reversed(sums):
+            for name, total in uses_of_unit.items():
+                use = total.total()
+                gradients[name] = gradients[name] + use if name in gradients else use
+        ordered = {name: gradients[name] / divisor for name in self.trained if name in gradients}
+        return ordered, buffers, math.fsum(losses) / divisor
+
+    def _seeder(self, micro_batch: int) -> Callable[[Unit], None]:
+        step = self.state.step
+        return lambda unit: torch.manual_seed(seed_of(self.seed, step, micro_batch, unit.index)) and None
+
+    def _check_finite(self, loss: float, norm: float, gradients: dict[str, Tensor]) -> None:
+        """A NaN must not reach the weights: says where it appeared, in the order gradients arrive."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        for unit in reversed(self.graph.units):
+            for name in unit.weights:
+                if name in gradients and not torch.isfinite(gradients[name]).all():
+                    raise UserError(
+                        f"step {self.state.step + 1}: the gradient of {name!r} (Unit {unit.name!r}) is not finite "
+                        f"(loss {loss}): nothing was changed; lower the learning rate or resume from a checkpoint"
+                    )
+        raise UserError(f"step {self.state.step + 1}: the loss is {loss}: nothing was changed; check the data")
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], graph: Graph) -> float:
+        """Mean loss of `graph` (the model captured in eval mode) with the current weights."""
+        names = find_loss(graph)
+        losses, counts = [], []
+        for micro_batch in micro_batches:
+            values, _ = forward(graph, self.state.weights, self.state.buffers, bind_inputs(graph, (), micro_batch))
+            losses.append(values[names.loss].item())
+            counts.append(1 if names.count is None else int(values[names.count].item()))
+        if sum(counts) == 0:
+            raise UserError("the held-out batches have no label (count 0)")
+        return math.fsum(losses) / sum(counts)
