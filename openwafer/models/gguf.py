@@ -198,9 +198,7 @@ def _rope_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]
         return None
     factor = float(divisors.max())
     if not np.allclose(divisors, _llama3_divisors(theta, head_dim, factor, **rule), rtol=1e-3):
-        file.fail(
-            "its rope_freqs.weight does not follow Llama 3's rule, the one that is supported"
-        )
+        file.fail("its rope_freqs.weight does not follow Llama 3's rule, the one that is supported")
     return {"kind": "llama3", "factor": round(factor, 4), **rule}
 
 

@@ -47,9 +47,7 @@ class GgufFile:
         self._data = _mapped(path)
         self._position = 0
         if self._data[:4] != b"GGUF":
-            self.fail(
-                f"it begins with {self._data[:4]!r}, not with GGUF: it is another kind of file"
-            )
+            self.fail(f"it begins with {self._data[:4]!r}, not with GGUF: it is another kind of file")
         self._position = 4
         version = self._scalar("<I")
         if version not in (2, 3):

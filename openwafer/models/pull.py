@@ -10,6 +10,7 @@ import zipfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 from openwafer.config import unknown
 from openwafer.errors import UserError
@@ -94,13 +95,14 @@ def _from_hub(name: str, folder: Path) -> None:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    # The client speaks through another library from version to version: its own error's base is the one.
+    transport_errors = cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__)
     try:
         huggingface_hub.snapshot_download(name, local_dir=folder, allow_patterns=HUB_FILES)
     except (HfHubHTTPError, HFValidationError) as error:
         raise UserError(f"the hub has no {name} for you: {_line(error)}") from None
-    except (OSError, *HfHubHTTPError.__bases__) as error:
-        # The client's transport (its error's base class) changes between versions; what carries an errno
-        # and is not about a connection comes from the disk.
+    except (OSError, *transport_errors) as error:
+        # What carries an errno and is not about a connection comes from the disk.
         if getattr(error, "errno", None) is not None and not isinstance(error, ConnectionError):
             raise
         raise UserError(f"could not reach the hub for {name}: check the network ({_line(error)})") from None
