@@ -24,9 +24,7 @@ class ChatConfig:
 
     max_tokens: int = option(512, help="longest answer", minimum=1)
     temperature: float = option(0.7, help="0: always the likeliest token", minimum=0)
-    top_p: float = option(
-        0.95, help="draw from the likeliest tokens that sum to this", minimum=1e-6, maximum=1
-    )
+    top_p: float = option(0.95, help="draw from the likeliest tokens up to this sum", minimum=1e-6, maximum=1)
     seed: int | None = option(None, help="same seed, same answer", minimum=0, maximum=2**63 - 1)
     system: str | None = option(None, help="system message of the conversation")
 
@@ -46,9 +44,7 @@ class Answer:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="GGUF file, model folder, or name of a pulled model")
-    parser.add_argument(
-        "prompt", metavar="PROMPT", nargs="?", help="what to answer; without it, a conversation"
-    )
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="what to answer (none: a conversation)")
     add_flags(parser, ChatConfig, ["max_tokens", "temperature", "top_p", "seed", "system"])
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
@@ -106,8 +102,6 @@ class Chat:
             num_tokens += 1
             pieces.append(stream.push(token_id))
             on_text(pieces[-1])
-        pieces.append(stream.finish())
-        on_text(pieces[-1])
         text = "".join(pieces)
         if self.tokenizer.chat_template is not None:
             self.messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]

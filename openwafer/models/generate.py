@@ -80,9 +80,7 @@ def _tokens(
 def sample(logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
     """One id from fp32 logits [vocab] on the CPU."""
     if logits.isnan().any():
-        raise UserError(
-            "the model's output is not a number: its weights are damaged or too large for the dtype"
-        )
+        raise UserError("the model's output is not a number: its weights are damaged or overflow the dtype")
     if temperature == 0:
         return int(logits.argmax())
     # The maximum goes first, so that a tiny temperature gives zeros and not infinities.

@@ -92,7 +92,10 @@ def load_gguf(path: Path, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def config_from_gguf(path: Path) -> ModelConfig:
-    """The model's shape, from the file's metadata and checked against its tensors."""
+    """The model's shape, from the file's metadata and checked against its tensors.
+
+    The tensors lie within the file, so no metadata can make us describe a model of an absurd size.
+    """
     return _config(GgufFile(path))
 
 
@@ -117,8 +120,7 @@ def _config(file: GgufFile) -> ModelConfig:
     layers = {match[1] for key in file.tensors if (match := re.match(r"blk\.(\d+)\.", key))}
     _agree(file, "embedding_length", hidden_size, "token_embd.weight")
     _agree(file, "block_count", len(layers), "the blk.N tensors")
-    if "blk.0.ffn_up.weight" in file.tensors:  # a missing one is reported, with the others, when loading
-        _agree(file, "feed_forward_length", _shape(file, "blk.0.ffn_up.weight")[0], "blk.0.ffn_up.weight")
+    _agree(file, "feed_forward_length", _shape(file, "blk.0.ffn_up.weight")[0], "blk.0.ffn_up.weight")
     values = {
         "hidden_size": hidden_size,
         "vocab_size": vocab_size,
@@ -129,14 +131,11 @@ def _config(file: GgufFile) -> ModelConfig:
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
     more = _gpt_values(file) if name == "gpt2" else _llama_values(file, values)
-    config = parse(ModelConfig, values | more, where=str(file.path))
-    _check_heads(file, config)
-    return config
+    return parse(ModelConfig, values | more, where=str(file.path))
 
 
 def _gpt_values(file: GgufFile) -> dict[str, Any]:
-    if "position_embd.weight" in file.tensors:
-        _agree(file, "context_length", _shape(file, "position_embd.weight")[0], "position_embd.weight")
+    _agree(file, "context_length", _shape(file, "position_embd.weight")[0], "position_embd.weight")
     return {"family": "gpt", "norm_eps": _number(file, "attention.layer_norm_epsilon")}
 
 
@@ -157,6 +156,9 @@ def _llama_values(file: GgufFile, common: dict[str, Any]) -> dict[str, Any]:
     head_dim = key_length or common["hidden_size"] // max(heads, 1)
     if _number(file, "rope.dimension_count", head_dim) != head_dim or head_dim % 2:
         file.fail(f"rotary positions on a part of each head ({head_dim} wide) are not supported")
+    for tensor, count in (("blk.0.attn_q.weight", heads), ("blk.0.attn_k.weight", values["num_kv_heads"])):
+        if (rows := _shape(file, tensor)[0]) != count * head_dim:
+            file.fail(f"{tensor} has {rows} rows, not {count} heads of {head_dim}")
     values["rope_scaling"] = _rope_scaling(file, values["rope_theta"], head_dim)
     if file.metadata["general.architecture"] == "gemma3":
         values |= _gemma_values(file, common)
@@ -214,13 +216,6 @@ def _llama3_divisors(
     turns = original_max_position_embeddings / wavelength
     smooth = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
     return 1 / ((1 - smooth) / factor + smooth)
-
-
-def _check_heads(file: GgufFile, config: ModelConfig) -> None:
-    """The head counts are bounded by a tensor, so that no module of an absurd size is ever described."""
-    for key, heads in (("blk.0.attn_q.weight", config.num_heads), ("blk.0.attn_k.weight", config.kv_heads)):
-        if key in file.tensors and _shape(file, key)[0] != heads * config.head_size:
-            file.fail(f"{key} has {_shape(file, key)[0]} rows, not {heads} heads of {config.head_size}")
 
 
 def _tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:

@@ -49,7 +49,7 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
     """The tokenizer described by the file's metadata."""
     file = GgufFile(path)
     kind = file.metadata.get("tokenizer.ggml.model")
-    if kind not in BUILDERS:
+    if not isinstance(kind, str) or kind not in BUILDERS:
         file.fail(unknown(f"tokenizer {kind!r}", str(kind), BUILDERS))
     tokens = _strings(file, "tokens")
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -60,10 +60,9 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
     # Without the key llama.cpp starts SentencePiece texts, and no others, with the begin token.
     bos_id = _token_id(file, "bos_token_id", tokens)
     if bos_id is not None and file.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"):
-        pieces = [tokens[bos_id], "$A"]
-        backend.post_processor = processors.TemplateProcessing(
-            single=pieces, special_tokens=[(tokens[bos_id], bos_id)]
-        )
+        # Named BOS here because the token's own text may mean something in a template.
+        begin = {"id": "BOS", "ids": [bos_id], "tokens": [tokens[bos_id]]}
+        backend.post_processor = processors.TemplateProcessing(single="BOS $A", special_tokens=[begin])
     eos_ids = [_token_id(file, f"{name}_token_id", tokens) for name in ("eos", "eot", "eom")]
     eos_ids += [vocab[token] for token in special if token in _ENDS]
     template = file.metadata.get("tokenizer.chat_template")
@@ -80,7 +79,7 @@ def _byte_level_bpe(file: GgufFile, vocab: dict[str, int]) -> tokenizers.Tokeniz
     if not all(left in vocab and right in vocab and left + right in vocab for left, right in merges):
         file.fail("its tokenizer merges tokens that are not in its vocabulary")
     pre = file.metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         file.fail(unknown(f"pre-tokenizer {pre!r}", str(pre), PRE_TOKENIZERS))
     # Llama 3 takes a piece that is a token as a whole before it tries to merge.
     model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe")
@@ -94,7 +93,11 @@ def _byte_level_bpe(file: GgufFile, vocab: dict[str, int]) -> tokenizers.Tokeniz
 
 def _sentence_piece(file: GgufFile, vocab: dict[str, int]) -> tokenizers.Tokenizer:
     scores = file.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(vocab):
+    if (
+        not isinstance(scores, list)
+        or len(scores) != len(vocab)
+        or any(isinstance(score, str) for score in scores)
+    ):
         file.fail(f"it must have one tokenizer score for each of its {len(vocab)} tokens")
     unknown_id = _token_id(file, "unknown_token_id", list(vocab))
     model = models.BPE(

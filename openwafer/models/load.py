@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from openwafer.config import unknown
 from openwafer.errors import UserError
 from openwafer.models.pull import MODELS, is_hub_name, pulled_path
 from openwafer.models.tokenizer import Tokenizer
@@ -44,10 +45,7 @@ def _found(path_or_name: str | Path) -> Path:
         if pulled_path(name).is_dir():
             return pulled_path(name)
         raise UserError(f"no file or folder {name}, and no such model was pulled: try openwafer pull {name}")
-    raise UserError(
-        f"no file or folder {name}, and it is not the name of a model that can be pulled "
-        f"({', '.join(MODELS)}, or org/name from a hub)"
-    )
+    raise UserError(f"no file or folder {name}, and {unknown(f'model {name!r}', name, MODELS)}")
 
 
 def _load_gguf(path: Path, dtype: torch.dtype | None) -> Loaded:

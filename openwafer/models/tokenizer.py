@@ -45,9 +45,7 @@ class Tokenizer:
         `add_special` also adds what the model wants around every text (usually a begin token).
         """
         if not _is_unicode(text):
-            raise UserError(
-                "the text is not valid UTF-8: check the encoding of the terminal or file it is from"
-            )
+            raise UserError("the text is not valid UTF-8: check the encoding of its terminal or file")
         return self.backend.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -97,7 +95,10 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text from ids that arrive one at a time; a character split over several ids is held until whole."""
+    """Text from ids that arrive one at a time; a character split over several ids is held until whole.
+
+    One that is still unfinished when the ids end is never shown.
+    """
 
     # Ids kept as context once their text is out: some decoders treat the first id of a text specially.
     _CONTEXT = 8
@@ -122,12 +123,6 @@ class TextStream:
             self._ids = self._ids[-self._CONTEXT :]
             self._shown = len(self._tokenizer.decode(self._ids))
         return new
-
-    def finish(self) -> str:
-        """What was still held: a text that ends inside a character ends in a replacement character."""
-        text = self._tokenizer.decode(self._ids)[self._shown :]
-        self._ids, self._shown = [], 0
-        return text
 
 
 def read_backend(path: Path) -> "tokenizers.Tokenizer":
