@@ -151,9 +151,9 @@ def _llama_values(file: GgufFile, common: dict[str, Any]) -> dict[str, Any]:
     }
     if (key_length := _number(file, "attention.key_length", None)) is not None:
         values["head_dim"] = key_length
-    if _number(file, "attention.value_length", key_length) != key_length:
-        file.fail("its keys and values have heads of different sizes, which is not supported")
     head_dim = key_length or common["hidden_size"] // max(heads, 1)
+    if _number(file, "attention.value_length", head_dim) != head_dim:
+        file.fail("its keys and values have heads of different sizes, which is not supported")
     if _number(file, "rope.dimension_count", head_dim) != head_dim or head_dim % 2:
         file.fail(f"rotary positions on a part of each head ({head_dim} wide) are not supported")
     for tensor, count in (("blk.0.attn_q.weight", heads), ("blk.0.attn_k.weight", values["num_kv_heads"])):
