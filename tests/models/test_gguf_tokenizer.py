@@ -145,7 +145,7 @@ def test_smollm2_as_in_transformers(smollm2_path: Path):
 
 @pytest.mark.network
 def test_smollm2_cuts_digits_first(smollm2_path: Path):
-    """The rule the file names (`smollm`); transformers ignores it and joins a digit to the space before it."""
+    """The rule the file names (`smollm`); transformers ignores it and joins a digit to the space before."""
     tokenizer = tokenizer_from_gguf(smollm2_path)
     assert tokenizer.backend.encode("x  12").tokens == ["x", "ĠĠ", "1", "2"]
     assert tokenizer.backend.encode("a ½").tokens[:2] == ["a", "Ġ"]
