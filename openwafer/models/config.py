@@ -4,7 +4,7 @@ Three keys (`hidden_size`, `num_hidden_layers`, `num_heads`) are enough; the res
 which the properties below resolve. This module imports no torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from openwafer.config import option
@@ -20,6 +20,13 @@ class RopeScaling:
     low_freq_factor: float = option(1.0, help="llama3: wavelengths above context/this are stretched fully")
     high_freq_factor: float = option(4.0, help="llama3: wavelengths below context/this are left alone")
     original_max_position_embeddings: int = option(8192, help="llama3: the original context", minimum=1)
+
+    def __post_init__(self) -> None:
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise UserError(
+                f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor "
+                f"{self.low_freq_factor}: frequencies are blended between the two"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +74,22 @@ class ModelConfig:
             raise UserError(
                 f"num_kv_heads {self.kv_heads} does not divide num_heads {self.num_heads}: "
                 "each key/value head serves the same number of query heads"
+            )
+        if self.family == "llama" and self.head_size % 2:
+            raise UserError(f"head_dim {self.head_size} is odd: rotary positions turn pairs of dims")
+        if self.family == "gpt":
+            self._refuse_llama_options()
+
+    def _refuse_llama_options(self) -> None:
+        """An option that GPT would silently ignore is a mistake."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.metadata["help"].startswith("llama:") and value != field.default:
+                raise UserError(f"{field.name} {value!r} needs family: llama; a gpt has no such option")
+        if self.kv_heads != self.num_heads:
+            raise UserError(
+                f"num_kv_heads {self.kv_heads} needs family: llama; a gpt has as many as num_heads, "
+                f"{self.num_heads}"
             )
 
     @property
