@@ -53,7 +53,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 @pytest.fixture
 def tiny_llama() -> tuple[dict[str, Any], dict[str, Any]]:
     """Metadata (with a tokenizer) and tensors of a Llama with random weights, for `write_gguf`."""
-    hidden, inner, heads, kv_heads, vocab = 32, 64, 4, 2, 2 + len(ALPHABET)
+    hidden, inner, heads, kv_heads, vocab = 32, 64, 4, 2, 3 + len(ALPHABET)
     metadata = {
         "llama.embedding_length": hidden,
         "llama.feed_forward_length": inner,
@@ -65,9 +65,9 @@ def tiny_llama() -> tuple[dict[str, Any], dict[str, Any]]:
         "llama.rope.freq_base": 10000.0,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": ["<s>", "</s>", *ALPHABET],
-        "tokenizer.ggml.token_type": [3, 3, *[1] * len(ALPHABET)],
-        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.tokens": ["<s>", "</s>", *ALPHABET, "ab"],
+        "tokenizer.ggml.token_type": [3, 3, *[1] * (1 + len(ALPHABET))],
+        "tokenizer.ggml.merges": ["a b"],
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 1,
         "tokenizer.ggml.add_bos_token": True,

@@ -133,7 +133,9 @@ def test_two_tensors_of_one_name(write_gguf):
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_is_a_user_error(write_gguf, tiny_llama, tmp_path: Path, data: st.DataObject):
-    good = write_gguf("llama", *tiny_llama).read_bytes()
+    path = write_gguf("llama", *tiny_llama)
+    assert tokenizer_from_gguf(path).vocab_size == len(load_gguf(path).model.embed_tokens.weight)
+    good = path.read_bytes()
     header = good.index(b"blk.0.ffn_down.weight") + 64
     content = bytearray(good)
     for _ in range(data.draw(st.integers(0, 3))):
