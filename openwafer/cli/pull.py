@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> None:
             print(f"{name} is already there", file=sys.stderr)
         else:
             _with_status(name, lambda: pull(name))
+            if name in MODELS:
+                print(f"{name} is under {MODELS[name].licence}, see {path / 'LICENSE'}", file=sys.stderr)
     else:
         raise UserError(
             f"{unknown(f'name {name!r}', name, [*MODELS, *CORPORA])} "

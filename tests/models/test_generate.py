@@ -80,12 +80,12 @@ def test_sample_follows_the_distribution():
     generator = torch.Generator().manual_seed(0)
 
     def shares(top_p: float) -> torch.Tensor:
-        drawn = [sample(probabilities.log(), 1.0, top_p, generator) for _ in range(4000)]
-        return torch.bincount(torch.tensor(drawn), minlength=4) / 4000
+        drawn = [sample(probabilities.log(), 1.0, top_p, generator) for _ in range(2000)]
+        return torch.bincount(torch.tensor(drawn), minlength=4) / 2000
 
-    assert (shares(1.0) - probabilities).abs().max() < 0.03
+    assert (shares(1.0) - probabilities).abs().max() < 0.05
     # 0.5 + 0.3 reach 0.7: the two others are never drawn.
-    assert (shares(0.7) - torch.tensor([0.625, 0.375, 0, 0])).abs().max() < 0.03
+    assert (shares(0.7) - torch.tensor([0.625, 0.375, 0, 0])).abs().max() < 0.05
     assert shares(0.7)[2:].sum() == 0
 
 

@@ -221,8 +221,19 @@ def reference(smollm2_path: Path) -> transformers.PreTrainedModel:
     """SmolLM2 as transformers reads the same file: its own reader, dequantisation and row order."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    read = load_gguf_checkpoint(str(smollm2_path))
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**read["config"]))
+    config = transformers.LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config)
     tensors = load_gguf_checkpoint(str(smollm2_path), return_tensors=True, model_to_load=model)["tensors"]
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])  # tied to the embedding
