@@ -35,7 +35,7 @@ def attend(
     single = q.shape[2] == 1
     grouped = q.shape[1] != k.shape[1]
     # PyTorch documents enable_gqa on CUDA for the flash kernel (half precision, no mask) and for the one that
-    # materialises all scores. Where flash cannot run, repeat the heads, so that other fused kernels still can.
+    # materialises all scores. Where flash cannot run, repeat the heads, so other fused kernels still can.
     fused = mask is None and (single or q.dtype != torch.float32)
     if grouped and not fused:
         repeats = q.shape[1] // k.shape[1]
