@@ -29,6 +29,8 @@ def plain_model(tmp_path: Path) -> str:
         num_attention_heads=2,
         vocab_size=256,
         max_position_embeddings=32,
+        bos_token_id=None,
+        eos_token_id=None,  # nothing ends a text, so every answer has its full length
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     return str(tmp_path)
