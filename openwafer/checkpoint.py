@@ -132,9 +132,7 @@ def _write(
     _sync(folder)
 
 
-def _grouped(
-    tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int
-) -> Iterator[dict[str, torch.Tensor]]:
+def _grouped(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
     num_bytes = 0
     for name, tensor in tensors:
@@ -214,8 +212,7 @@ class Checkpoint:
                 raise BrokenCheckpoint(f"{path} is missing: use another checkpoint")
             if num_bytes != entry["bytes"]:
                 raise BrokenCheckpoint(
-                    f"{path} is {num_bytes} bytes, expected {entry['bytes']}: it is truncated; "
-                    "use another checkpoint"
+                    f"{path} is {num_bytes} bytes, expected {entry['bytes']}: it is truncated; use another checkpoint"
                 )
         return cls(folder, manifest)
 

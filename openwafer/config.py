@@ -90,8 +90,7 @@ def convert(value: Any, kind: Any, name: str, metadata: Mapping[str, Any] = type
             raise UserError(f"{name} must be a list of {len(items)} values, got {_shown(value)}")
         # The limits of a list are those of each of its values.
         return tuple(
-            convert(v, item, f"{name}[{i}]", metadata)
-            for i, (v, item) in enumerate(zip(value, items, strict=True))
+            convert(v, item, f"{name}[{i}]", metadata) for i, (v, item) in enumerate(zip(value, items, strict=True))
         )
     if dataclasses.is_dataclass(kind):
         return value if isinstance(value, kind) else parse(kind, value, name)  # pyright: ignore

@@ -4,7 +4,6 @@ pip is asked because it already knows the user's index, proxy and certificates.
 """
 
 import contextlib
-import hashlib
 import os
 import shutil
 import subprocess
@@ -38,23 +37,27 @@ def cache_dir() -> Path:
 
 @contextlib.contextmanager
 def download(package: Package) -> Iterator[Path]:
-    """The package's archive in a temporary folder, its hash checked; gone when the block ends."""
-    with tempfile.TemporaryDirectory(prefix="openwafer-") as folder:
-        spec = f"{package.name}=={package.version}"
+    """The package's archive in a temporary folder, its hash checked; gone when the block ends.
+
+    pip is given the hash, so that it checks the file before it runs anything from it (the metadata step of a
+    source archive executes code).
+    """
+    spec = f"{package.name}=={package.version}"
+    with tempfile.TemporaryDirectory(prefix="openwafer-") as scratch:
+        wanted, folder = Path(scratch, "wanted.txt"), Path(scratch, "archives")
+        wanted.write_text(f"{spec} --hash=sha256:{package.sha256}\n")
+        folder.mkdir()
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-        command = [*pip, "download", "--quiet", "--no-deps", "--dest", folder, spec]
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-        )
-        archives = list(Path(folder).iterdir())
-        if done.returncode != 0 or len(archives) != 1:
-            raise UserError(f"could not download {spec} with pip: {_reason(done.stderr)}")
-        found = sha256(archives[0])
-        if found != package.sha256:
+        command = [*pip, "download", "--quiet", "--no-deps", "--dest", str(folder), "--requirement", str(wanted)]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+        archives = list(folder.iterdir())
+        if "DO NOT MATCH THE HASHES" in done.stderr:
             raise UserError(
-                f"{archives[0].name} has SHA-256 {found}, expected {package.sha256}: "
+                f"{spec} does not have SHA-256 {package.sha256}: "
                 "the download is damaged or not the file we know; nothing was kept"
             )
+        if done.returncode != 0 or len(archives) != 1:
+            raise UserError(f"could not download {spec} with pip: {_reason(done.stderr)}")
         yield archives[0]
 
 
@@ -65,11 +68,6 @@ def _reason(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return f"{(errors or lines or ['it printed nothing'])[-1]}; check the network and try again"
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

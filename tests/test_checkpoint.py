@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from openwafer.errors import UserError
 from openwafer.checkpoint import Checkpoint, latest, save
+from openwafer.errors import UserError
 
 
 def tensors(seed=0):
@@ -243,9 +243,7 @@ assert sorted(p.name for p in (model_dir / "checkpoints").iterdir()) == [".lock"
 
 
 def run_script(script, *args):
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, args)], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", script, *map(str, args)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -46,9 +46,7 @@ def complaint(mapping: Any) -> str:
 
 def flags(*argv: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
-    config.add_flags(
-        parser, Sample, [n for n in Sample.__dataclass_fields__ if n not in ("schedule", "derived")]
-    )
+    config.add_flags(parser, Sample, [n for n in Sample.__dataclass_fields__ if n not in ("schedule", "derived")])
     return config.flag_values(Sample, parser.parse_args(argv))
 
 

@@ -1,5 +1,6 @@
 """Fetching from the package index with the real pip, and putting folders in place at once."""
 
+import hashlib
 import os
 import re
 import stat
@@ -37,7 +38,7 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_download_yields_the_archive_and_removes_it() -> None:
     with registry.download(INICONFIG) as archive:
         assert archive.name == "iniconfig-2.0.0-py3-none-any.whl"
-        assert registry.sha256(archive) == INICONFIG.sha256
+        assert hashlib.sha256(archive.read_bytes()).hexdigest() == INICONFIG.sha256
     assert not archive.parent.exists()
 
 
@@ -47,7 +48,7 @@ def test_download_refuses_an_archive_with_another_hash() -> None:
     with pytest.raises(UserError) as caught, registry.download(other):
         pytest.fail("the block must not run")
     assert str(caught.value) == (
-        f"iniconfig-2.0.0-py3-none-any.whl has SHA-256 {INICONFIG.sha256}, expected {'0' * 64}: "
+        f"iniconfig==2.0.0 does not have SHA-256 {'0' * 64}: "
         "the download is damaged or not the file we know; nothing was kept"
     )
 
@@ -72,9 +73,7 @@ def test_a_python_without_pip_is_told_how_to_get_it(tmp_path: Path) -> None:
     )
     root = Path(registry.__file__).parent.parent
     python = tmp_path / "bare" / "bin" / "python"
-    done = subprocess.run(
-        [python, "-c", script], env={"PYTHONPATH": str(root)}, capture_output=True, text=True
-    )
+    done = subprocess.run([python, "-c", script], env={"PYTHONPATH": str(root)}, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1].endswith(
         f"x==1 with pip: {python} has no pip: run `{python} -m ensurepip` and try again"
     )

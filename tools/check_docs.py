@@ -151,9 +151,7 @@ def run_block(block: Block, folder: Path, limit_s: float, group: int) -> str | N
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", type=Path, help="pages (default: all)")
     parser.add_argument("--run", action="store_true", help="also run the commands of the pages")
     parser.add_argument("--limit_s", type=float, default=300, help="time limit of one block (default 300)")

@@ -94,9 +94,7 @@ class Chat:
         ids = self._prompt_ids(prompt)
         config, stop_ids = self.config, self.tokenizer.eos_ids
         start = time.monotonic()
-        tokens = generate(
-            self.module, ids, config.max_tokens, config.temperature, config.top_p, config.seed, stop_ids
-        )
+        tokens = generate(self.module, ids, config.max_tokens, config.temperature, config.top_p, config.seed, stop_ids)
         stream, pieces, num_tokens = TextStream(self.tokenizer), [], 0
         for token_id in tokens:
             num_tokens += 1

@@ -126,14 +126,10 @@ def _encoder(files: list[Path], config: PrepareConfig) -> tokenize.TextEncoder:
         return tokenize.load(config.tokenizer, config.end_of_text)
     pieces = read_documents(files, config.text_key)
     with _progress("train tokenizer", files) as advance:
-        return tokenize.train(
-            _training_texts(pieces, config, advance), config.vocab_size or DEFAULT_VOCAB_SIZE
-        )
+        return tokenize.train(_training_texts(pieces, config, advance), config.vocab_size or DEFAULT_VOCAB_SIZE)
 
 
-def _training_texts(
-    pieces: Iterable[Piece], config: PrepareConfig, advance: Callable[[int], None]
-) -> Iterator[str]:
+def _training_texts(pieces: Iterable[Piece], config: PrepareConfig, advance: Callable[[int], None]) -> Iterator[str]:
     document = 0
     for piece in pieces:
         if not config.is_val(document):
@@ -148,8 +144,7 @@ def _write(
     document = 0
     with contextlib.ExitStack() as stack:
         train, val = (
-            stack.enter_context(shards.ShardWriter(folder, split, encoder.vocab_size))
-            for split in shards.SPLITS
+            stack.enter_context(shards.ShardWriter(folder, split, encoder.vocab_size)) for split in shards.SPLITS
         )
         advance = stack.enter_context(_progress("tokenize", files))
         for piece in encoder.encode(read_documents(files, config.text_key)):

@@ -157,9 +157,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {error}; prepare the data again") from None
     if isinstance(raw, dict) and isinstance(raw.get("format"), int) and raw["format"] > FORMAT:
-        raise UserError(
-            f"{path} has format {raw['format']}, this version reads up to {FORMAT}: update openwafer"
-        )
+        raise UserError(f"{path} has format {raw['format']}, this version reads up to {FORMAT}: update openwafer")
     try:
         splits = {split: [_entry(entry) for entry in raw["splits"][split]] for split in SPLITS}
         numbers = int(raw["vocab_size"]), _DTYPES[raw["dtype"]], int(raw["end_of_text"])

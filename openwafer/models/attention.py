@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 
 
-def causal_mask(
-    num_tokens: int, num_cached: int, window: int | None, device: torch.device
-) -> torch.Tensor | None:
+def causal_mask(num_tokens: int, num_cached: int, window: int | None, device: torch.device) -> torch.Tensor | None:
     """Bool [t, s], true where a new token may look; None where `attend` knows the rule without a mask."""
     total = num_cached + num_tokens
     if (num_cached == 0 or num_tokens == 1) and (window is None or total <= window):

@@ -49,9 +49,7 @@ def _compiled(template: str) -> jinja2.Template:
     return environment.from_string(template)
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
     """Plain JSON: Jinja's own filter escapes for HTML, which models were not trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
 

@@ -82,8 +82,7 @@ class ModelConfig:
                 raise UserError(f"{field.name} {value!r} needs family: llama; a gpt has no such option")
         if self.kv_heads != self.num_heads:
             raise UserError(
-                f"num_kv_heads {self.kv_heads} needs family: llama; a gpt has as many as num_heads, "
-                f"{self.num_heads}"
+                f"num_kv_heads {self.kv_heads} needs family: llama; a gpt has as many as num_heads, {self.num_heads}"
             )
 
     @property

@@ -38,9 +38,7 @@ def generate(
             f"max_tokens {max_tokens} must be at least 1, temperature {temperature} at least 0, "
             f"top_p {top_p} above 0 and at most 1"
         )
-    return _tokens(
-        module, config, ids, min(max_tokens, context - len(ids)), temperature, top_p, seed, stop_ids
-    )
+    return _tokens(module, config, ids, min(max_tokens, context - len(ids)), temperature, top_p, seed, stop_ids)
 
 
 def _tokens(

@@ -93,11 +93,7 @@ def _byte_level_bpe(file: GgufFile, vocab: dict[str, int]) -> tokenizers.Tokeniz
 
 def _sentence_piece(file: GgufFile, vocab: dict[str, int]) -> tokenizers.Tokenizer:
     scores = file.metadata.get("tokenizer.ggml.scores")
-    if (
-        not isinstance(scores, list)
-        or len(scores) != len(vocab)
-        or any(isinstance(score, str) for score in scores)
-    ):
+    if not isinstance(scores, list) or len(scores) != len(vocab) or any(isinstance(score, str) for score in scores):
         file.fail(f"it must have one tokenizer score for each of its {len(vocab)} tokens")
     unknown_id = _token_id(file, "unknown_token_id", list(vocab))
     model = models.BPE(

@@ -99,9 +99,7 @@ def config_from(raw: dict[str, Any], where: Path) -> ModelConfig:
     """The ModelConfig of the contents of a `config.json`; `where` is its path, for errors."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in _DEFAULTS:
-        raise UserError(
-            f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(_DEFAULTS)}"
-        )
+        raise UserError(f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(_DEFAULTS)}")
     known = _ARCHITECTURES[model_type]
     _check_types(raw, where)
     given = raw.get("architectures") or known
@@ -222,9 +220,7 @@ def _window(settings: dict[str, Any], model_type: str) -> tuple[int | None, int 
         return None, None
     pattern = full[0] + 1 if full else None
     if full != list(range(full[0], num_layers, full[0] + 1) if full else []):
-        raise UserError(
-            f"layers {full} see everything and the others slide: only every N-th layer may, or none"
-        )
+        raise UserError(f"layers {full} see everything and the others slide: only every N-th layer may, or none")
     return window, pattern
 
 

@@ -81,7 +81,5 @@ def output_head(embedding: nn.Embedding, tied: bool) -> Linear:
 
 def loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 sum of cross entropy over the labels that are not -100, and their count (int64)."""
-    total = F.cross_entropy(
-        logits.float().flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum"
-    )
+    total = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
     return total, (labels != -100).sum()

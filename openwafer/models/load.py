@@ -7,10 +7,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from openwafer.config import unknown
+from openwafer.checkpoint import Checkpoint, latest
+from openwafer.config import parse, unknown
 from openwafer.errors import UserError
+from openwafer.models.build import build
+from openwafer.models.config import ModelConfig
 from openwafer.models.pull import MODELS, is_hub_name, pulled_path
 from openwafer.models.tokenizer import Tokenizer
+from openwafer.models.weights import assign
 
 Loaded = tuple[nn.Module, Tokenizer | None]
 
@@ -69,6 +73,28 @@ def _load_huggingface(path: Path, dtype: torch.dtype | None) -> Loaded:
     return load_folder(path, dtype), Tokenizer.from_folder(path) if has_tokenizer else None
 
 
+def _load_checkpoint(path: Path, dtype: torch.dtype | None) -> Loaded:
+    """One of our checkpoints: the params it was trained with say which model it is."""
+    stored = Checkpoint.open(path)
+    try:
+        mapping = stored.meta["params"]["model"]
+    except (KeyError, TypeError):
+        raise UserError(f"{path} does not say which model it holds (meta.params.model is missing)") from None
+    with torch.device("meta"):
+        module = build(parse(ModelConfig, mapping, "model"))
+    prefix = "weights/"
+    tensors = ((name.removeprefix(prefix), stored.read(name)) for name in stored.names(prefix))
+    tokenizer = Tokenizer.from_json(stored.tokenizer) if stored.tokenizer is not None else None
+    return assign(module, tensors, str(path), dtype), tokenizer
+
+
+def _load_model_dir(path: Path, dtype: torch.dtype | None) -> Loaded:
+    newest = latest(path)
+    if newest is None:
+        raise UserError(f"{path} has no whole checkpoint: train longer, or name another folder")
+    return _load_checkpoint(newest, dtype)
+
+
 def _is_gguf(path: Path) -> bool:
     """By name or by magic: a damaged .gguf should be told apart from a wrong path."""
     if not path.is_file():
@@ -83,6 +109,16 @@ def _is_gguf(path: Path) -> bool:
 # The first that matches is taken.
 SOURCES = [
     Source(kind="a GGUF file", matches=_is_gguf, load=_load_gguf),
+    Source(
+        kind="a checkpoint (manifest.json)",
+        matches=lambda path: (path / "manifest.json").is_file(),
+        load=_load_checkpoint,
+    ),
+    Source(
+        kind="a model_dir of openwafer train",
+        matches=lambda path: (path / "checkpoints").is_dir(),
+        load=_load_model_dir,
+    ),
     Source(
         kind="a Hugging Face folder (config.json)",
         matches=lambda path: (path / "config.json").is_file(),

@@ -21,6 +21,7 @@ class StepMetrics:
     lr: float
     tokens_per_s: float
     time: float
+    eval_loss: float | None = None  # on held-out text, at the steps that evaluate
 
 
 class MetricsLog:

@@ -75,7 +75,8 @@ class Reference:
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """One update on the global batch, given as its fixed list of micro-batches."""
-        gradients, buffers, loss = self._gradients(micro_batches)
+        with torch.random.fork_rng(devices=[]):  # Units set the random state; the caller keeps its own
+            gradients, buffers, loss = self._gradients(micro_batches)
         norm = global_norm(total for gradient in gradients.values() for total in block_sums(gradient))
         self._check_finite(loss, norm, gradients)
         factor = clip_factor(norm, self.config.max_grad_norm)
@@ -126,8 +127,10 @@ class Reference:
         return ordered, buffers, math.fsum(losses) / divisor
 
     def _seeder(self, micro_batch: int) -> Callable[[Unit], None]:
-        step = self.state.step
-        return lambda unit: torch.manual_seed(seed_of(self.seed, step, micro_batch, unit.index)) and None
+        def seeder(unit: Unit) -> None:
+            torch.manual_seed(seed_of(self.seed, self.state.step, micro_batch, unit.index))
+
+        return seeder
 
     def _check_finite(self, loss: float, norm: float, gradients: dict[str, Tensor]) -> None:
         """A NaN must not reach the weights: says where it appeared, in the order gradients arrive."""

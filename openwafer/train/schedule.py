@@ -22,9 +22,7 @@ class ScheduleConfig:
 
     kind: Literal["constant", "linear", "cosine"] = option("cosine", help="shape after the warm-up")
     warmup_steps: int = option(0, help="steps of linear warm-up from near zero", minimum=0)
-    total_steps: int | None = option(
-        None, help="step at which the decay ends (default: num_steps)", minimum=1
-    )
+    total_steps: int | None = option(None, help="step at which the decay ends (default: num_steps)", minimum=1)
     min_ratio: float = option(0.0, help="final rate as a share of the base rate", minimum=0, maximum=1)
 
     def build(self, num_steps: int) -> Schedule:

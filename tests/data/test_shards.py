@@ -23,9 +23,7 @@ def write(folder, ids, *, vocab_size=1000, shard_tokens=10, val=(1, 2, 3)):
 
 
 @settings(deadline=None, max_examples=50)
-@given(
-    num_tokens=st.integers(1, 60), shard_tokens=st.integers(1, 25), vocab=st.sampled_from([60, 65536, 70000])
-)
+@given(num_tokens=st.integers(1, 60), shard_tokens=st.integers(1, 25), vocab=st.sampled_from([60, 65536, 70000]))
 def test_any_run_reads_back_across_files(tmp_path_factory, num_tokens, shard_tokens, vocab):
     ids = np.arange(num_tokens) + (vocab - 60)
     folder = write(tmp_path_factory.mktemp("s"), ids, vocab_size=vocab, shard_tokens=shard_tokens)

@@ -91,7 +91,7 @@ def test_a_tensor_smuggled_into_a_block_is_named() -> None:
                 layer.table = table
             return super().forward(x)
 
-    with pytest.raises(UserError, match="'layers.0' reads a tensor computed outside it.*pass it to the block"):
+    with pytest.raises(UserError, match=r"'layers\.0' reads a tensor computed outside it.*pass it to the block"):
         capture(Smuggling(Stateful(), Stateful()), (torch.zeros(2, 4),))
 
 
@@ -102,7 +102,7 @@ def test_an_object_passed_to_a_block_is_named() -> None:
                 x = layer(x, cache=Table())
             return x
 
-    with pytest.raises(UserError, match="'layers.0' receives a Table"):
+    with pytest.raises(UserError, match=r"'layers\.0' receives a Table"):
         capture(Caching(WithCache(), WithCache()), (torch.zeros(2, 4),))
 
 

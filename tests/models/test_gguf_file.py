@@ -69,9 +69,7 @@ def test_k_quants(write_gguf):
     q4 = one + zero + scales + bytes([0x7] * 128)  # low nibble 7, high nibble 0
     q5 = one + zero + scales + bytes([0xFF] * 32) + bytes([0x77] * 128)  # fifth bit set
     blocks = {"Q6_K": q6, "Q4_K": q4, "Q5_K": q5}
-    path = write_gguf(
-        "llama", {}, {k: (np.frombuffer(v, np.uint8).reshape(1, -1), Kind[k]) for k, v in blocks.items()}
-    )
+    path = write_gguf("llama", {}, {k: (np.frombuffer(v, np.uint8).reshape(1, -1), Kind[k]) for k, v in blocks.items()})
     file = GgufFile(path)
     found = {name: file.float32(info) for name, info in file.tensors.items()}
     assert np.array_equal(found["Q6_K"], np.full((1, 256), 2 * (0b100101 - 32)))

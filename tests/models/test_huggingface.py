@@ -200,9 +200,7 @@ def test_dtype_is_the_configured_one_or_the_asked_one(tmp_path: Path):
     ours = load_folder(folder)
     assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in ours.buffers()} == {torch.float32}
-    assert {parameter.dtype for parameter in load_folder(folder, torch.float32).parameters()} == {
-        torch.float32
-    }
+    assert {parameter.dtype for parameter in load_folder(folder, torch.float32).parameters()} == {torch.float32}
 
 
 def test_tensors_come_lazily(tmp_path: Path):

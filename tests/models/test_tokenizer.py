@@ -131,7 +131,5 @@ def test_template_features():
     assert render("{{ {'b': '<é>', 'a': 1} | tojson }}") == '{"b": "<é>", "a": 1}'
     assert render("{{ [1] | tojson(indent=1) }}") == "[\n 1\n]"
     assert render("{{ strftime_now('%Y') | length }}") == "4"
-    assert (
-        render("{% for i in [1, 2] %}\n  {% if i == 2 %}{% break %}{% endif %}\n{{ i }}{% endfor %}") == "1"
-    )
+    assert render("{% for i in [1, 2] %}\n  {% if i == 2 %}{% break %}{% endif %}\n{{ i }}{% endfor %}") == "1"
     assert render("{% generation %}x{{ y }}{% endgeneration %}", y=1) == "x1"

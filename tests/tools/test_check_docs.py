@@ -11,9 +11,7 @@ TOOL = Path(__file__).resolve().parent.parent.parent / "tools" / "check_docs.py"
 
 
 def check(root: Path, *argv: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, TOOL, "--root", root, *argv], capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run([sys.executable, TOOL, "--root", root, *argv], capture_output=True, text=True, timeout=60)
 
 
 def page(root: Path, text: str) -> Path:
@@ -60,9 +58,7 @@ def test_what_is_not_meant_to_run_does_not(tmp_path: Path) -> None:
 
 
 def test_the_commands_find_this_environment_first(tmp_path: Path) -> None:
-    page(
-        tmp_path, f'```bash\ntest "$(dirname "$(command -v python)")" -ef {Path(sys.executable).parent}\n```'
-    )
+    page(tmp_path, f'```bash\ntest "$(dirname "$(command -v python)")" -ef {Path(sys.executable).parent}\n```')
     assert check(tmp_path, "--run").returncode == 0
 
 

@@ -33,6 +33,7 @@ def test_records(tmp_path):
         "lr": 0.001,
         "tokens_per_s": 100.0,
         "time": 1.0,
+        "eval_loss": None,
     }
 
 

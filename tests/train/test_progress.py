@@ -1,7 +1,9 @@
+import contextlib
 import io
 import math
 import os
 import pty
+import threading
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,11 +68,21 @@ def test_ascii_when_the_stream_cannot_show_bars():
     assert b"@" in buffer.getvalue()
 
 
+def collect(leader, chunks):
+    """Everything written to the terminal until its other end is closed, which Linux reports as EIO."""
+    with contextlib.suppress(OSError):
+        while chunk := os.read(leader, 100_000):
+            chunks.append(chunk)
+
+
 def test_live_line_on_a_terminal():
     leader, follower = pty.openpty()
     with os.fdopen(follower, "w", encoding="utf-8") as stream:
+        reader = threading.Thread(target=collect, args=(leader, shown := []))
+        reader.start()
         show(stream)
-        shown = os.read(leader, 100_000).decode(errors="replace")
+    reader.join()
     os.close(leader)
+    shown = b"".join(shown).decode(errors="replace")
     assert "step 25/25" in shown
     assert "\x1b[" in shown

@@ -1,0 +1,50 @@
+"""Train a model: `openwafer train --params FILE [--num_steps N] [--model_dir DIR]`; the same command resumes."""
+
+import argparse
+import json
+
+from openwafer.config import add_flags, flag_values
+from openwafer.train.config import OptimizerConfig, TrainConfig
+
+_TRAIN_FLAGS = (
+    "num_csx",
+    "model_dir",
+    "num_steps",
+    "mode",
+    "device",
+    "batch_size",
+    "micro_batch_size",
+    "seed",
+    "checkpoint_every",
+    "eval_every",
+    "log_every",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--params", required=True, metavar="FILE", help="params file, or the name of a preset")
+    add_flags(parser, TrainConfig, _TRAIN_FLAGS)
+    add_flags(parser, OptimizerConfig, ("lr",))
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+
+
+def run(args: argparse.Namespace) -> None:
+    from openwafer.params import load_params
+
+    flags = {"train": flag_values(TrainConfig, args), "optimizer": flag_values(OptimizerConfig, args)}
+    params = load_params(args.params, flags)
+
+    from openwafer.train.job import Job, JobConfig
+
+    sections = {name: getattr(params, name) for name in ("model", "data", "train", "optimizer", "schedule")}
+    result = Job(JobConfig(**sections, params=params.as_json())).run()
+    summary = {
+        **vars(result),
+        "checkpoint": None if result.checkpoint is None else str(result.checkpoint),
+        "model_dir": str(params.train.model_dir),
+    }
+    if args.json:
+        print(json.dumps(summary))
+        return
+    losses = [f"{name} {value:.4f}" for name, value in summary.items() if name.endswith("loss") and value is not None]
+    print(f"step {result.step}: {', '.join(losses) or 'nothing left to do'}; checkpoint {result.checkpoint}")

@@ -1,0 +1,196 @@
+"""`openwafer train` as a user runs it: real processes, killed and resumed, with the same bits at the end."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from openwafer.checkpoint import Checkpoint, latest
+from openwafer.cli.main import main
+from openwafer.data.prepare import PrepareConfig, prepare
+from openwafer.train.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def params(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with dropout and clipping on a small corpus of our own."""
+    folder = tmp_path_factory.mktemp("train")
+    words = ["wafer", "stream", "weight", "layer", "mesh", "of", "the", "a", "is", "sent"]
+    rng = random.Random(0)
+    text = folder / "text.txt"
+    text.write_text(" ".join(rng.choice(words) for _ in range(20_000)))
+    prepare([text], folder / "tokens", PrepareConfig(vocab_size=300, val_fraction=0.1))
+    file = folder / "params.yaml"
+    file.write_text(
+        f"""
+model: {{hidden_size: 32, num_hidden_layers: 2, num_heads: 4, vocab_size: 300, max_position_embeddings: 16,
+         dropout: 0.1}}
+data: {{path: {folder / "tokens"}}}
+train: {{num_steps: {STEPS}, batch_size: 6, micro_batch_size: 2, checkpoint_every: 5, eval_batches: 2}}
+optimizer: {{lr: 0.01, max_grad_norm: 0.5}}
+"""
+    )
+    return file
+
+
+def command(params: Path, model_dir: Path, *flags: str) -> list[str]:
+    base = [sys.executable, "-m", "openwafer", "train", "--params", str(params), "--model_dir", str(model_dir)]
+    return [*base, *flags]
+
+
+def tensors(model_dir: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    folder = latest(model_dir)
+    assert folder is not None
+    stored = Checkpoint.open(folder)
+    assert stored.step == step
+    return {name: stored.read(name) for name in stored.names()}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+@pytest.fixture(scope="module")
+def whole(params: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model_dir of a run that nobody disturbed."""
+    model_dir = tmp_path_factory.mktemp("whole")
+    assert main(["train", "--params", str(params), "--model_dir", str(model_dir), "--mode", "train_and_eval"]) == 0
+    return model_dir
+
+
+def test_it_learns_and_reports(whole: Path) -> None:
+    records = read_metrics(whole / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert records[-1]["loss"] < records[0]["loss"] - 1.0
+    assert all(record["grad_norm"] > 0 and record["tokens_per_s"] > 0 for record in records)
+    kept = sorted(folder.name for folder in (whole / "checkpoints").glob("step_*"))
+    assert kept == ["step_00000020", "step_00000025", "step_00000030"]
+
+
+def test_resumed_after_sigkill_it_ends_with_the_same_bits(params: Path, whole: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    rng = random.Random(1)
+    for _ in range(3):  # killed three times, at moments that depend on nothing
+        process = subprocess.Popen(
+            command(params, tmp_path, "--log_every", "1"), env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        assert process.stderr is not None
+        steps_to_see = rng.randint(2, 8)
+        for line in process.stderr:
+            steps_to_see -= line.startswith("step ")
+            if steps_to_see == 0:
+                break
+        time.sleep(rng.random() * 0.05)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        process.stderr.close()
+    done = subprocess.run(command(params, tmp_path), env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "resuming from" in done.stderr
+    assert_same(tensors(tmp_path), tensors(whole))
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, STEPS + 1))
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(params: Path, whole: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command(params, tmp_path, "--log_every", "1"), env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step 7/"):
+            break
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 130, rest
+    assert "the same command goes on from there" in rest
+    assert "Traceback" not in rest
+    stopped = latest(tmp_path)
+    assert stopped is not None
+    assert 7 <= Checkpoint.open(stopped).step < STEPS
+    assert subprocess.run(command(params, tmp_path), env=environment, capture_output=True, cwd=ROOT).returncode == 0
+    assert_same(tensors(tmp_path), tensors(whole))
+
+
+def test_micro_batches_change_the_result_only_by_rounding(params: Path, whole: Path, tmp_path: Path) -> None:
+    no_dropout = tmp_path / "params.yaml"
+    no_dropout.write_text(params.read_text().replace("dropout: 0.1", "dropout: 0.0"))
+    results = []
+    for size in ("2", "3", "6"):
+        out = tmp_path / size
+        assert main(["train", "--params", str(no_dropout), "--model_dir", str(out), "--micro_batch_size", size]) == 0
+        results.append(read_metrics(out / "metrics.jsonl")[-1]["loss"])
+    assert results == pytest.approx([results[0]] * 3, rel=1e-3)
+
+
+def test_eval_mode_json(params: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "--params", str(params), "--model_dir", str(whole), "--mode", "eval", "--json"]
+    assert main(arguments) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["step"] == STEPS
+    assert 0 < summary["eval_loss"] < 5.7
+    assert summary["checkpoint"].endswith("step_00000030")
+
+
+def test_a_finished_run_has_nothing_left_to_do(params: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tensors(whole)
+    assert main(["train", "--params", str(params), "--model_dir", str(whole)]) == 0
+    assert "nothing left to do" in capsys.readouterr().out
+    assert_same(tensors(whole), before)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num_steps=-3"], "--num_steps must be at least 0, got -3"),
+        (["--num_steps", "many"], "--num_steps must be a whole number, got 'many'"),
+        (["--mode", "trian"], "--mode must be one of train, eval, train_and_eval, got 'trian'"),
+        (["--num_csx", "2"], "more than one worker does not work yet"),
+        (["--device", "cuda"], "training on a GPU does not work yet"),
+        (["--num_step", "3"], "did you mean '--num_steps'?"),
+        (["--params", "nowhere.yaml"], "no such file: nowhere.yaml"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    params: Path, tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--params", str(params), "--model_dir", str(tmp_path), *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_another_model_in_the_same_folder_is_refused(
+    params: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "params.yaml"
+    other.write_text(params.read_text().replace("num_hidden_layers: 2", "num_hidden_layers: 3"))
+    assert main(["train", "--params", str(other), "--model_dir", str(whole)]) == 2
+    assert "num_hidden_layers was 2, is 3" in capsys.readouterr().err
+
+
+def test_the_vendors_command_line(params: Path, tmp_path: Path) -> None:
+    flags = ["--params", str(params), "--num_csx", "=", "1", "--model_dir=" + str(tmp_path), "--num_steps=2"]
+    done = subprocess.run([sys.executable, "run.py", *flags, "--mode=train"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert latest(tmp_path) is not None
+
+
+def test_what_was_trained_can_be_loaded(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", str(whole), "the wafer", "--max_tokens", "8", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["tokens"] == 8
+    assert set(answer["text"].split()) & {"wafer", "stream", "weight", "layer", "mesh", "of", "the", "a", "is", "sent"}
