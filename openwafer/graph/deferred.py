@@ -44,7 +44,7 @@ class _View:
     @classmethod
     def of(cls, tensor: Tensor) -> "_View":
         storage = tensor.untyped_storage()._cdata
-        return cls(storage, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+        return cls(storage, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)  # pyright: ignore
@@ -121,9 +121,10 @@ class _Taper(TorchDispatchMode):
         made = {t.untyped_storage()._cdata for t in results} - known
         changed = _changed_storages(func, args, kwargs)
         if made or changed:
-            taped = pytree.tree_map(_taped, (args, kwargs))
+            taped_args, taped_kwargs = pytree.tree_map(_taped, (args, kwargs))
             views = tuple(_taped(leaf) if isinstance(leaf, Tensor) else None for leaf in pytree.tree_leaves(result))
-            self.recipe.add(_Step(func, *taped, views, frozenset(known), frozenset(made | changed)), results)
+            step = _Step(func, taped_args, taped_kwargs, views, frozenset(known), frozenset(made | changed))
+            self.recipe.add(step, results)
 
 
 @contextlib.contextmanager

@@ -151,7 +151,9 @@ def _export(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Piece:
         elif spec.kind is InputKind.BUFFER:
             piece.buffers[placeholder] = str(spec.target)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            piece.constants[placeholder] = program.constants[str(spec.target)]
+            literal = program.constants[str(spec.target)]
+            assert isinstance(literal, Tensor)
+            piece.constants[placeholder] = literal
         elif spec.kind is InputKind.USER_INPUT:
             leaf = next(user_inputs)
             if isinstance(leaf, Tensor):

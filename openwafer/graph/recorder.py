@@ -242,7 +242,7 @@ def replaced_forwards(blocks: dict[str, nn.Module], replace: Any) -> Iterator[No
         for path, module in blocks.items():
             del module.__dict__["forward"]
             if before[path] is not None:
-                module.forward = before[path]
+                module.__dict__["forward"] = before[path]
 
 
 def distinct_tensors(tree: Any) -> list[Tensor]:

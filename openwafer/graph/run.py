@@ -3,7 +3,8 @@
 Weights, buffers and values are dicts by name. Nothing here knows where weights live.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -139,25 +140,12 @@ def backward(
     return uses
 
 
+@functools.lru_cache(maxsize=8)
 def needs_gradient(graph: Graph) -> frozenset[str]:
     """The values that a trained weight influences: floating point, and downstream of one."""
-    known = _needs.get(graph)
-    if known is None:
-        names: set[str] = set()
-        for unit in graph.units:
-            is_trained = any(graph.weights[name].requires_grad for name in unit.weights)
-            if is_trained or any(name in names for name in unit.inputs):
-                names.update(n for n in unit.outputs if n in graph.values and _floating(graph, n))
-        known = _needs[graph] = frozenset(names)
-    return known
-
-
-def _floating(graph: Graph, name: str) -> bool:
-    return graph.values[name].dtype.is_floating_point
-
-
-_needs: dict[Graph, frozenset[str]] = {}
-
-
-def named_tensors(names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    return dict(zip(names, tensors, strict=True))
+    names: set[str] = set()
+    for unit in graph.units:
+        is_trained = any(graph.weights[name].requires_grad for name in unit.weights)
+        if is_trained or any(name in names for name in unit.inputs):
+            names.update(name for name in unit.outputs if graph.values[name].dtype.is_floating_point)
+    return frozenset(names)

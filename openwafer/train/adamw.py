@@ -24,7 +24,7 @@ def update(
     weight: Tensor, gradient: Tensor, state: AdamState, *, config: OptimizerConfig, lr: float, step: int, decays: bool
 ) -> None:
     """One update in place; `step` counts from 1. The fused kernel is what the streamed engine runs as well."""
-    torch._fused_adamw_(
+    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
         [weight],
         [gradient],
         [state.m],
