@@ -13,8 +13,9 @@ from typing import Any
 from openwafer.config import load_yaml, parse, unknown
 from openwafer.data.config import DataConfig
 from openwafer.errors import UserError
+from openwafer.memoryx.config import OptimizerConfig
 from openwafer.models.config import ModelConfig
-from openwafer.train.config import OptimizerConfig, TrainConfig
+from openwafer.train.config import TrainConfig
 from openwafer.train.schedule import ScheduleConfig
 
 _HERE = Path(__file__).resolve().parent

@@ -4,7 +4,8 @@ import argparse
 import json
 
 from openwafer.config import add_flags, flag_values
-from openwafer.train.config import OptimizerConfig, TrainConfig
+from openwafer.memoryx.config import OptimizerConfig
+from openwafer.train.config import TrainConfig
 
 _TRAIN_FLAGS = (
     "num_csx",

@@ -23,14 +23,18 @@ from openwafer.data.shards import Shards
 from openwafer.errors import UserError
 from openwafer.graph import Graph, capture
 from openwafer.graph.deferred import deferred, initialise
+from openwafer.memoryx.config import OptimizerConfig
+from openwafer.memoryx.optimizer import make_optimizer
+from openwafer.memoryx.store import Store, fields
+from openwafer.memoryx.tier import DramTier
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
-from openwafer.train.adamw import AdamState
-from openwafer.train.config import OptimizerConfig, TrainConfig
+from openwafer.train.config import TrainConfig
+from openwafer.train.engine import MicroBatch
 from openwafer.train.metrics import MetricsLog, StepMetrics
 from openwafer.train.progress import ProgressDisplay
-from openwafer.train.reference import MicroBatch, Reference, State
 from openwafer.train.schedule import ScheduleConfig
+from openwafer.train.streamed import Streamed, fill, restore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +83,7 @@ class Job:
             self.module = build(config.model)
         self.graph = self._capture(training=True)
         self.resumed = checkpoint.latest(train.model_dir)
-        self.engine = Reference(
-            graph=self.graph,
-            state=self._state(),
-            config=config.optimizer,
-            schedule=config.schedule.build(train.num_steps),
-            seed=train.seed,
-        )
+        self.engine = self._engine()
 
     def run(self) -> JobResult:
         """What `mode` asks for."""
@@ -95,21 +93,21 @@ class Job:
         return self._fit()
 
     def _fit(self) -> JobResult:
-        train, state = self.config.train, self.engine.state
+        train, engine = self.config.train, self.engine
         loss = eval_loss = rate = None
-        saved_step = state.step if self.resumed else None
+        saved_step = engine.num_steps_done if self.resumed else None
         with (
-            MetricsLog(train.model_dir, resumed_step=state.step) as log,
-            ProgressDisplay(train.num_steps, start=state.step, every=train.log_every) as display,
+            MetricsLog(train.model_dir, resumed_step=engine.num_steps_done) as log,
+            ProgressDisplay(train.num_steps, start=engine.num_steps_done, every=train.log_every) as display,
             _interruptible() as interrupted,
         ):
-            while state.step < train.num_steps and not interrupted:
+            while engine.num_steps_done < train.num_steps and not interrupted:
                 began = time.perf_counter()
-                result = self.engine.step(self._micro_batches(self.batches, state.step))
+                result = engine.step(self._micro_batches(self.batches, engine.num_steps_done))
                 loss, rate = result.loss, train.batch_size * self.context / (time.perf_counter() - began)
                 eval_loss = self._evaluate() if self._is_due(train.eval_every) else None
                 metrics = StepMetrics(
-                    step=state.step,
+                    step=engine.num_steps_done,
                     loss=loss,
                     grad_norm=result.grad_norm,
                     lr=result.lr,
@@ -121,22 +119,23 @@ class Job:
                 display.update(metrics)
                 if self._is_due(train.checkpoint_every):
                     self._save()
-                    saved_step = state.step
-            if saved_step != state.step:
+                    saved_step = engine.num_steps_done
+            if saved_step != engine.num_steps_done:
                 self._save()
             if interrupted:
-                _say(f"interrupted after step {state.step}; it is saved, and the same command goes on from there")
+                step = engine.num_steps_done
+                _say(f"interrupted after step {step}; it is saved, and the same command goes on from there")
                 raise KeyboardInterrupt
         if train.mode == "train_and_eval" and eval_loss is None:
             eval_loss = self._evaluate()
         return self._result(loss, eval_loss, rate)
 
     def _is_due(self, every: int | None) -> bool:
-        return every is not None and self.engine.state.step % every == 0
+        return every is not None and self.engine.num_steps_done % every == 0
 
     def _result(self, loss: float | None, eval_loss: float | None, rate: float | None) -> JobResult:
         return JobResult(
-            step=self.engine.state.step,
+            step=self.engine.num_steps_done,
             loss=loss,
             eval_loss=eval_loss,
             tokens_per_s=rate,
@@ -149,26 +148,23 @@ class Job:
         ids = torch.zeros(self.config.train.micro_batch, self.context, dtype=torch.int64, device="meta")
         return capture(self.module.train(training), (), {"input_ids": ids, "labels": ids.clone()})
 
-    def _state(self) -> State:
+    def _engine(self) -> Streamed:
         """From the last checkpoint if there is one, else the model's own initialisation."""
+        config, seed = self.config, self.config.train.seed
+        optimizer = make_optimizer(config.optimizer)
+        dram = DramTier()
+        store = Store(self.graph, optimizer, {spec.key: dram for spec in fields(self.graph, optimizer)})
         buffers = [name for name in self.graph.buffers if name not in self.graph.constants]
+        schedule = config.schedule.build(config.train.num_steps)
         if self.resumed is None:
-            return State(
-                weights=dict(initialise(self.module, self.graph.weights, self.config.train.seed)),
-                buffers=dict(initialise(self.module, buffers, self.config.train.seed)),
-            )
+            fill(store, initialise(self.module, self.graph.weights, seed))
+            values = dict(initialise(self.module, buffers, seed))
+            return Streamed(self.graph, store, values, config.optimizer, schedule, seed)
         stored = checkpoint.Checkpoint.open(self.resumed)
         self._check_same_model(stored)
-        return State(
-            weights={name: stored.read(f"weights/{name}") for name in self.graph.weights},
-            buffers={name: stored.read(f"buffers/{name}") for name in buffers},
-            optimizer={
-                name: AdamState(stored.read(f"optimizer/m/{name}"), stored.read(f"optimizer/v/{name}"))
-                for name, weight in self.graph.weights.items()
-                if weight.requires_grad
-            },
-            step=stored.step,
-        )
+        restore(store, stored.read)
+        values = {name: stored.read(f"buffers/{name}") for name in buffers}
+        return Streamed(self.graph, store, values, config.optimizer, schedule, seed, num_steps_done=stored.step)
 
     def _check_same_model(self, stored: checkpoint.Checkpoint) -> None:
         before, now = stored.meta["params"]["model"], self.config.params["model"]
@@ -180,19 +176,12 @@ class Job:
                 "use another --model_dir, or the params it was trained with"
             )
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        state = self.engine.state
-        yield from ((f"weights/{name}", tensor) for name, tensor in state.weights.items())
-        yield from ((f"buffers/{name}", tensor) for name, tensor in state.buffers.items())
-        yield from ((f"optimizer/m/{name}", adam.m) for name, adam in state.optimizer.items())
-        yield from ((f"optimizer/v/{name}", adam.v) for name, adam in state.optimizer.items())
-
     def _save(self) -> None:
         train = self.config.train
         checkpoint.save(
             train.model_dir,
-            self.engine.state.step,
-            self._tensors(),
+            self.engine.num_steps_done,
+            self.engine.tensors(),
             {"params": self.config.params},
             tokenizer=self.train_shards.tokenizer,
             keep=train.keep_checkpoints,

@@ -8,39 +8,28 @@ Streamed training must equal this bit for bit, on any number of workers and any 
    the uses of a weight are added in reverse Unit order.
 3. Gradients are divided by the number of micro-batches, or by the global count when the model returns
    `(loss_sum, count)`.
-4. The global norm is taken over fixed blocks (`norm.py`), gradients are clipped, and AdamW is applied.
+4. The global norm is taken over fixed blocks (`norm.py`), gradients are clipped, the optimizer is applied.
 
 A step that meets a NaN or an infinity changes nothing.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from openwafer.csx.loss import LossNames, find_loss
+from openwafer.csx.tree import TreeSum
 from openwafer.errors import UserError
 from openwafer.graph import Graph, Unit
 from openwafer.graph.randomness import seed_of
 from openwafer.graph.run import backward, bind_inputs, forward
-from openwafer.train.adamw import AdamState, update
-from openwafer.train.config import OptimizerConfig
-from openwafer.train.loss import LossNames, find_loss
-from openwafer.train.norm import block_sums, clip_factor, global_norm
-from openwafer.train.tree import TreeSum
-
-MicroBatch = dict[str, Any]  # keyword arguments of the model's forward
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What a step reports."""
-
-    loss: float  # mean over the global batch
-    grad_norm: float  # before clipping
-    lr: float
+from openwafer.memoryx.config import OptimizerConfig
+from openwafer.memoryx.norm import block_sums, clip_factor, global_norm
+from openwafer.memoryx.optimizer import make_optimizer
+from openwafer.train.engine import MicroBatch, StepResult, mean_loss
 
 
 @dataclass(eq=False)
@@ -49,7 +38,7 @@ class State:
 
     weights: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    optimizer: dict[str, AdamState] = field(default_factory=dict)
+    optimizer: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # weight → kind of state → value
     step: int = 0  # updates done
 
 
@@ -66,8 +55,10 @@ class Reference:
 
     def __post_init__(self) -> None:
         self.loss = find_loss(self.graph)
+        self.optimizer = make_optimizer(self.config)
         for name in self.trained:
-            self.state.optimizer.setdefault(name, AdamState.zeros(self.state.weights[name]))
+            shapes = self.optimizer.state_shapes(tuple(self.state.weights[name].shape))
+            self.state.optimizer.setdefault(name, {kind: torch.zeros(shape) for kind, shape in shapes.items()})
 
     @property
     def trained(self) -> list[str]:
@@ -83,15 +74,9 @@ class Reference:
         lr = self.config.lr * self.schedule(self.state.step)
         self.state.step += 1
         for name, gradient in gradients.items():
-            weight = self.state.weights[name]
-            update(
-                weight,
-                gradient if factor is None else gradient * factor,
-                self.state.optimizer[name],
-                config=self.config,
-                lr=lr,
-                step=self.state.step,
-                decays=weight.dim() >= 2,
+            clipped = gradient if factor is None else gradient * factor
+            self.optimizer.update(
+                self.state.weights[name], clipped, self.state.optimizer[name], lr=lr, step=self.state.step
             )
         self.state.buffers.update(buffers)
         return StepResult(loss=loss, grad_norm=norm, lr=lr)
@@ -105,7 +90,7 @@ class Reference:
         for index, micro_batch in enumerate(micro_batches):
             seeder = self._seeder(index)
             values, updates = forward(
-                self.graph, self.state.weights, buffers, bind_inputs(self.graph, (), micro_batch), seeder
+                self.graph, self.state.weights, buffers, bind_inputs(self.graph, (), dict(micro_batch)), seeder
             )
             heads = {self.loss.loss: torch.ones_like(values[self.loss.loss])}
             uses = backward(self.graph, self.state.weights, buffers, values, heads, seeder)
@@ -147,12 +132,15 @@ class Reference:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], graph: Graph) -> float:
         """Mean loss of `graph` (the model captured in eval mode) with the current weights."""
-        names = find_loss(graph)
-        losses, counts = [], []
-        for micro_batch in micro_batches:
-            values, _ = forward(graph, self.state.weights, self.state.buffers, bind_inputs(graph, (), micro_batch))
-            losses.append(values[names.loss].item())
-            counts.append(1 if names.count is None else int(values[names.count].item()))
-        if sum(counts) == 0:
-            raise UserError("the held-out batches have no label (count 0)")
-        return math.fsum(losses) / sum(counts)
+        results = (
+            forward(graph, self.state.weights, self.state.buffers, bind_inputs(graph, (), dict(micro_batch)))[0]
+            for micro_batch in micro_batches
+        )
+        return mean_loss(find_loss(graph), results)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything a checkpoint holds, by name."""
+        yield from ((f"weights/{name}", tensor) for name, tensor in self.state.weights.items())
+        yield from ((f"buffers/{name}", tensor) for name, tensor in self.state.buffers.items())
+        for name, kinds in self.state.optimizer.items():
+            yield from ((f"optimizer/{kind}/{name}", tensor) for kind, tensor in kinds.items())

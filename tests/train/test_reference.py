@@ -11,9 +11,9 @@ from torch import nn
 from openwafer.errors import UserError
 from openwafer.graph import capture
 from openwafer.graph.deferred import deferred, initialise
+from openwafer.memoryx.config import OptimizerConfig
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
-from openwafer.train.config import OptimizerConfig
 from openwafer.train.reference import Reference, State
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "vocab_size": 61, "max_position_embeddings": 16}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from openwafer.train.norm import BLOCK_ELEMENTS, block_sums, clip_factor, global_norm
+from openwafer.memoryx.norm import BLOCK_ELEMENTS, block_sums, clip_factor, global_norm
 
 SHAPES = [(3,), (BLOCK_ELEMENTS,), (BLOCK_ELEMENTS + 1,), (5, BLOCK_ELEMENTS), (257, 513)]
 

@@ -1,0 +1,116 @@
+"""One worker: forward and backward, one Unit at a time, over all micro-batches (the vertical order).
+
+A Unit's weights pass through once per direction. Activations between Units stay; inside a Unit they are
+recomputed in backward. Gradients leave as soon as a Unit is done.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openwafer.csx.loss import LossNames, find_loss
+from openwafer.csx.tree import TreeSum
+from openwafer.errors import UserError
+from openwafer.graph import Graph, Unit
+from openwafer.graph.randomness import seed_of
+from openwafer.graph.run import backward_unit, bind_inputs, forward_unit
+
+MicroBatch = Mapping[str, Any]  # keyword arguments of the model's forward
+Weights = Mapping[str, Tensor]
+Stream = Callable[[Iterable[Unit]], Iterator[tuple[Unit, Weights]]]
+
+
+@dataclass(eq=False)
+class Pass:
+    """What stays on the worker between forward and backward of one step."""
+
+    step: int
+    values: list[dict[str, Tensor]]  # per micro-batch: every value that backward will need
+    buffers: list[dict[int, dict[str, Tensor]]]  # per micro-batch and Unit: buffers as the Unit saw them
+    updates: dict[str, Tensor] = field(default_factory=dict)  # buffers after the step
+    loss: float = 0.0  # mean over the global batch
+    divisor: int = 0  # what gradients are divided by
+
+
+class Worker:
+    """Computes gradients of a Graph for one global batch."""
+
+    def __init__(self, graph: Graph, seed: int) -> None:
+        self.graph = graph
+        self.seed = seed
+        self.loss: LossNames = find_loss(graph)
+
+    def forward(
+        self, stream: Stream, micro_batches: Sequence[MicroBatch], buffers: Mapping[str, Tensor], step: int
+    ) -> Pass:
+        """All Units in order; `step` counts updates done before this one."""
+        state = {**self.graph.constants, **buffers}
+        done = Pass(
+            step=step,
+            values=[bind_inputs(self.graph, (), dict(micro_batch)) for micro_batch in micro_batches],
+            buffers=[{} for _ in micro_batches],
+        )
+        for unit, weights in stream(self.graph.units):
+            for index, values in enumerate(done.values):
+                seen = {name: state[name] for name in unit.buffers}
+                done.buffers[index][unit.index] = seen
+                outputs, changed = forward_unit(unit, weights, seen, values, self._seeder(step, index))
+                values.update(zip(unit.outputs, outputs, strict=True))
+                done.updates.update(zip(unit.updated_buffers, changed, strict=True))
+                state.update(done.updates)
+        self._sum_loss(done)
+        return done
+
+    def backward(self, stream: Stream, done: Pass) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
+        """All Units in reverse: yields each with the finished gradients of the weights it owns."""
+        head = self.loss.loss
+        gradients = [{head: torch.ones_like(values[head])} for values in done.values]
+        pending: dict[str, Tensor] = {}
+        for unit, weights in stream(reversed(self.graph.units)):
+            sums: dict[str, TreeSum] = {}
+            for index, values in enumerate(done.values):
+                of_weights, of_values = backward_unit(
+                    self.graph,
+                    unit,
+                    weights,
+                    done.buffers[index].pop(unit.index),
+                    values,
+                    gradients[index],
+                    self._seeder(done.step, index),
+                )
+                for name, gradient in of_weights.items():
+                    sums.setdefault(name, TreeSum()).add(gradient.float())
+                self._hand_back(unit, values, gradients[index], of_values)
+            for name, total in sums.items():
+                use = total.total()
+                pending[name] = pending[name] + use if name in pending else use
+            owned = [weight.name for weight in self.graph.owned(unit)]
+            yield unit, {name: pending.pop(name) / done.divisor for name in owned if name in pending}
+
+    def _hand_back(
+        self, unit: Unit, values: dict[str, Tensor], gradients: dict[str, Tensor], of_values: dict[str, Tensor]
+    ) -> None:
+        """Passes gradients to earlier Units and drops what no earlier Unit needs."""
+        for name, gradient in of_values.items():
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        for name in unit.outputs:
+            gradients.pop(name, None)
+            values.pop(name, None)
+
+    def _sum_loss(self, done: Pass) -> None:
+        losses = [values[self.loss.loss].item() for values in done.values]
+        count = self.loss.count
+        done.divisor = sum(1 if count is None else int(values[count].item()) for values in done.values)
+        if done.divisor == 0:
+            raise UserError(f"step {done.step + 1}: the batch has no label to learn from (count 0)")
+        done.loss = math.fsum(losses) / done.divisor
+
+    def _seeder(self, step: int, micro_batch: int) -> Callable[[Unit], None]:
+        def seeder(unit: Unit) -> None:
+            torch.manual_seed(seed_of(self.seed, step, micro_batch, unit.index))
+
+        return seeder

@@ -1,0 +1,164 @@
+"""The store: every Unit's weights and optimizer state as flat arrays in tiers, streamed out and updated in place.
+
+Each Unit owns one flat array per field: `wire` (the weights as they are sent) and one per kind of optimizer
+state. A weight used by several Units lives with the first; the others are sent the same array.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openwafer.graph import Graph, Unit
+from openwafer.graph.unit import padded
+from openwafer.memoryx.optimizer import Optimizer, Shape
+from openwafer.memoryx.tier import Key, Tier
+
+WIRE = "wire"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Where one weight's part of a field lies in its Unit's flat array."""
+
+    key: Key
+    offset: int
+    shape: Shape
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.offset : self.offset + _elements(self.shape)].view(self.shape)
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """One flat array: what a tier has to hold."""
+
+    key: Key
+    num_elements: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+
+class Store:
+    """All Units of one Graph. `tier_of` says which tier holds a field; it is asked once per field."""
+
+    def __init__(self, graph: Graph, optimizer: Optimizer, tiers: Mapping[Key, Tier]) -> None:
+        self.graph = graph
+        self.optimizer = optimizer
+        self.segments = layout(graph, optimizer)
+        self._tiers = tiers
+        for spec in fields(graph, optimizer):
+            tiers[spec.key].create(spec.key, spec.num_elements, spec.dtype)
+
+    # Sending weights
+
+    def stream(self, order: Iterable[Unit], ahead: int = 2) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
+        """Each Unit of `order` with its weights by name; the weights are valid until the next one is asked for."""
+        units = list(order)
+        for position, unit in enumerate(units):
+            for coming in units[position : position + 1 + ahead]:
+                for key in self._wires(coming):
+                    self._tiers[key].prefetch(key)
+            keys = self._wires(unit)
+            flats = {key: self._tiers[key].load(key) for key in keys}
+            try:
+                segments = {name: self.segments[name][WIRE] for name in unit.weights}
+                yield unit, {name: segment.of(flats[segment.key]) for name, segment in segments.items()}
+            finally:
+                for key in keys:
+                    self._tiers[key].release(key, changed=False)
+
+    def _wires(self, unit: Unit) -> list[Key]:
+        return list(dict.fromkeys(self.segments[name][WIRE].key for name in unit.weights))
+
+    # Updating
+
+    def update(self, unit: Unit, gradients: Mapping[str, Tensor], *, lr: float, step: int) -> None:
+        """Apply the gradients of weights that `unit` owns."""
+        with self._open(unit, gradients) as opened:
+            for name, gradient in gradients.items():
+                parts = opened[name]
+                state = {field: tensor for field, tensor in parts.items() if field != WIRE}
+                self.optimizer.update(parts[WIRE], gradient, state, lr=lr, step=step)
+
+    def prefetch_update(self, unit: Unit) -> None:
+        """A hint that `update(unit)` comes soon."""
+        for key in self._keys([weight.name for weight in self.graph.owned(unit)]):
+            self._tiers[key].prefetch(key)
+
+    @contextlib.contextmanager
+    def _open(self, unit: Unit, names: Iterable[str]) -> Iterator[dict[str, dict[str, Tensor]]]:
+        """All fields of some weights of a Unit, to be changed in place."""
+        names = list(names)
+        keys = self._keys(names)
+        flats = {key: self._tiers[key].load(key) for key in keys}
+        try:
+            yield {
+                name: {field: segment.of(flats[segment.key]) for field, segment in self.segments[name].items()}
+                for name in names
+            }
+        finally:
+            for key in keys:
+                self._tiers[key].release(key, changed=True)
+
+    def _keys(self, names: Iterable[str]) -> list[Key]:
+        return list(dict.fromkeys(segment.key for name in names for segment in self.segments[name].values()))
+
+    # Whole weights: initial values, checkpoints
+
+    def write(self, name: str, field: str, value: Tensor) -> None:
+        """Set one weight (`wire`) or one kind of its state."""
+        segment = self.segments[name][field]
+        flat = self._tiers[segment.key].load(segment.key)
+        segment.of(flat).copy_(value.view(segment.shape))
+        self._tiers[segment.key].release(segment.key, changed=True)
+
+    def read_all(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(weight, field, value) of everything, Unit by Unit; each value is valid until the next is asked for."""
+        for unit in self.graph.units:
+            for weight in self.graph.owned(unit):
+                for field, segment in self.segments[weight.name].items():
+                    flat = self._tiers[segment.key].load(segment.key)
+                    try:
+                        yield weight.name, field, segment.of(flat)
+                    finally:
+                        self._tiers[segment.key].release(segment.key, changed=False)
+
+
+def layout(graph: Graph, optimizer: Optimizer) -> dict[str, dict[str, Segment]]:
+    """For each weight, where each of its fields lies. Frozen weights have no state."""
+    segments: dict[str, dict[str, Segment]] = {}
+    for unit in graph.units:
+        ends: dict[str, int] = {}
+        for weight in graph.owned(unit):
+            shape = weight.spec.shape
+            parts = {WIRE: Segment((unit.index, WIRE), weight.offset, shape)}
+            for field, state_shape in optimizer.state_shapes(shape).items() if weight.requires_grad else ():
+                start = ends.get(field, 0)
+                parts[field] = Segment((unit.index, field), start, state_shape)
+                ends[field] = start + padded(_elements(state_shape))
+            segments[weight.name] = parts
+    return segments
+
+
+def fields(graph: Graph, optimizer: Optimizer) -> list[FieldSpec]:
+    """Every flat array of the model, the wires of all Units first."""
+    sizes: dict[Key, int] = {}
+    for parts in layout(graph, optimizer).values():
+        for segment in parts.values():
+            end = segment.offset + padded(_elements(segment.shape))
+            sizes[segment.key] = max(sizes.get(segment.key, 0), end)
+    ordered = sorted(sizes, key=lambda key: (key[1] != WIRE, key[0], key[1]))
+    return [FieldSpec(key, sizes[key], torch.float32) for key in ordered]
+
+
+def _elements(shape: Shape) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
