@@ -1,0 +1,30 @@
+"""The exact fp32 master of a weight as two 16-bit halves: what is sent, and what is not.
+
+wire = bits rounded half up to the upper 16 (a bf16 number), remainder = bits - (wire << 16), signed. Together they
+are the fp32 number to the bit, in 4 bytes, and the wire is ready to send. (Rounding to nearest even would need a
+17-bit remainder at ties.) Non-finite numbers are refused, not encoded.
+"""
+
+import torch
+from torch import Tensor
+
+from openwafer.errors import UserError
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """(wire bf16, remainder int16) of an fp32 tensor of any shape."""
+    if not torch.isfinite(master).all():
+        raise UserError("a weight is not finite (NaN or infinity): it cannot be stored")
+    bits = master.contiguous().view(torch.int32)
+    # Arithmetic in int64: the carry of the rounding must not wrap around the sign.
+    unsigned = bits.to(torch.int64) & 0xFFFFFFFF
+    wire = (unsigned + 0x8000) >> 16
+    remainder = unsigned - (wire << 16)
+    wire = torch.where(wire >= 1 << 15, wire - (1 << 16), wire).to(torch.int16)
+    return wire.view(torch.bfloat16), remainder.to(torch.int16)
+
+
+def merge(wire: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 master."""
+    high = wire.contiguous().view(torch.int16).to(torch.int32) << 16
+    return (high + remainder.to(torch.int32)).view(torch.float32)

@@ -1,0 +1,86 @@
+"""The C pass and its definition agree to the bit, and both are AdamW."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openwafer.errors import UserError
+from openwafer.kernels.adamw import AdamWStep, adamw, adamw_reference
+from openwafer.kernels.compiled import library
+from openwafer.memoryx.wire import merge, split
+
+STEP = AdamWStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
+
+
+def arrays(seed: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    master = torch.randn(size, generator=generator) * 10 ** torch.empty(size).uniform_(-6, 3, generator=generator)
+    wire, remainder = split(master)
+    m = torch.randn(size, generator=generator)
+    v = torch.rand(size, generator=generator) * 1e-3
+    return [wire, remainder, m, v, torch.randn(size, generator=generator).to(dtype)]
+
+
+@pytest.mark.skipif(library("adamw") is None, reason="no C compiler")
+@given(
+    seed=st.integers(0, 1000),
+    size=st.integers(1, 3000),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    step=st.integers(1, 10_000),
+    threads=st.integers(1, 3),
+    factor=st.sampled_from([1.0, 0.125, 0.3]),
+)
+@settings(deadline=None)
+def test_the_c_pass_is_the_definition(
+    seed: int, size: int, dtype: torch.dtype, step: int, threads: int, factor: float
+) -> None:
+    numbers = AdamWStep(
+        lr=3e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=step, divisor=7.0, factor=factor
+    )
+    fast, slow = arrays(seed, size, dtype), arrays(seed, size, dtype)
+    assert adamw(*fast, numbers, threads=threads)
+    assert adamw_reference(*slow, numbers)
+    for a, b in zip(fast, slow, strict=True):
+        assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def test_it_is_adamw() -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(5000))
+    optimizer = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    wire, remainder = split(weight.detach())
+    m, v = torch.zeros(5000), torch.zeros(5000)
+    for step in range(1, 21):
+        gradient = torch.randn(5000)
+        numbers = AdamWStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step)
+        assert adamw(wire, remainder, m, v, gradient, numbers)
+        weight.grad = gradient
+        optimizer.step()
+    torch.testing.assert_close(merge(wire, remainder), weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_that_overflows_is_reported() -> None:
+    wire, remainder = split(torch.tensor([1.0, 2.0]))
+    gradient = torch.tensor([float("nan"), 1.0])
+    assert not adamw(wire, remainder, torch.zeros(2), torch.zeros(2), gradient, STEP)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))
+def test_halves_are_exact(values: list[float]) -> None:
+    master = torch.tensor(values, dtype=torch.float32)
+    if (master.view(torch.int32) & 0x7FFFFFFF).max() >= 0x7F7F8000:
+        return  # rounds up to infinity on the wire; see the test below
+    wire, remainder = split(master)
+    assert torch.equal(merge(wire, remainder).view(torch.int32), master.view(torch.int32))
+    assert torch.isfinite(wire).all()
+
+
+def test_the_largest_numbers_survive_even_if_their_wire_does_not() -> None:
+    master = torch.tensor([3.4e38, -3.4e38])
+    assert torch.equal(merge(*split(master)), master)
+
+
+def test_non_finite_weights_are_refused() -> None:
+    with pytest.raises(UserError, match="not finite"):
+        split(torch.tensor([1.0, float("inf")]))
