@@ -25,15 +25,18 @@ def main() -> None:
     step = AdamWStep(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, divisor=1.0)
     for threads in args.threads:
         ours_s = best(lambda t=threads: adamw(wire, remainder, m, v, gradient, step, threads=t))
-        print(
-            f"ours, {threads:3} threads {n / ours_s / 1e9:6.2f} Gparam/s, {26 * n / ours_s / 1e9:6.1f} GB/s (26 bytes/parameter)"
-        )
+        print(f"ours, {threads:3} threads {rate(n, ours_s, 26)}")
     fp32 = torch.randn(n)
     fused_s = best(lambda: fused(source, fp32, m, v))
     print(
         f"torch fused      {n / fused_s / 1e9:6.2f} Gparam/s, {28 * n / fused_s / 1e9:6.1f} GB/s (28 bytes/parameter)"
     )
     print(f"floor            {n / (26 * n / (8 * n / copy_s)) / 1e9:6.2f} Gparam/s at the copy's rate")
+
+
+def rate(n: int, seconds: float, num_bytes: int) -> str:
+    bandwidth = num_bytes * n / seconds / 1e9
+    return f"{n / seconds / 1e9:6.2f} Gparam/s, {bandwidth:6.1f} GB/s ({num_bytes} bytes/parameter)"
 
 
 def fused(weight: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:

@@ -66,7 +66,10 @@ class Worker:
         return done
 
     def backward(self, stream: Stream, done: Pass) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
-        """All Units in reverse: yields each with the finished gradients of the weights it owns."""
+        """All Units in reverse: yields each with the finished sums of gradients of the weights it owns.
+
+        The sums are fp32, or the compute type when there is one micro-batch and so nothing to sum.
+        """
         head = self.loss.loss
         gradients = [{head: torch.ones_like(values[head])} for values in done.values]
         pending: dict[str, Tensor] = {}
@@ -83,13 +86,14 @@ class Worker:
                     self._seeder(done.step, index),
                 )
                 for name, gradient in of_weights.items():
-                    sums.setdefault(name, TreeSum()).add(gradient.float())
+                    leaf = gradient if len(done.values) == 1 else gradient.float()
+                    sums.setdefault(name, TreeSum()).add(leaf)
                 self._hand_back(unit, values, gradients[index], of_values)
             for name, total in sums.items():
                 use = total.total()
-                pending[name] = pending[name] + use if name in pending else use
+                pending[name] = pending[name].float() + use if name in pending else use
             owned = [weight.name for weight in self.graph.owned(unit)]
-            yield unit, {name: pending.pop(name) / done.divisor for name in owned if name in pending}
+            yield unit, {name: pending.pop(name) for name in owned if name in pending}
 
     def _hand_back(
         self, unit: Unit, values: dict[str, Tensor], gradients: dict[str, Tensor], of_values: dict[str, Tensor]

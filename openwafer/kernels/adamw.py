@@ -66,8 +66,9 @@ def adamw(
 def _by_parts(wire: Tensor, remainder: Tensor, m: Tensor, v: Tensor, gradient: Tensor, step: AdamWStep) -> bool:
     """Without a compiler: the reference in pieces that keep its temporaries small."""
     size = 1 << 20
-    pieces = zip(*(t.split(size) for t in (wire, remainder, m, v, gradient)), strict=True)
-    return all([adamw_reference(*piece, step) for piece in pieces])
+    arrays = (wire, remainder, m, v, gradient)
+    pieces = list(zip(*(t.split(size) for t in arrays), strict=True))
+    return all([adamw_reference(a, b, c, d, e, step) for a, b, c, d, e in pieces])
 
 
 def adamw_reference(wire: Tensor, remainder: Tensor, m: Tensor, v: Tensor, gradient: Tensor, step: AdamWStep) -> bool:

@@ -11,19 +11,19 @@ from torch import Tensor
 BLOCK_ELEMENTS = 16384
 
 
-def block_sums(gradient: Tensor) -> list[float]:
-    """Sum of squares of each block of a weight's gradient, taken in order."""
+def block_sums(gradient: Tensor) -> Tensor:
+    """Sum of squares of each block of a weight's gradient, in order: fp32 [blocks], where the gradient is."""
     flat = gradient.reshape(-1)
     whole = flat.numel() // BLOCK_ELEMENTS * BLOCK_ELEMENTS
-    sums = flat[:whole].view(-1, BLOCK_ELEMENTS).square().sum(dim=1).tolist()
-    if whole < flat.numel():
-        sums.append(flat[whole:].square().sum().item())
-    return sums
+    sums = flat[:whole].view(-1, BLOCK_ELEMENTS).square().sum(dim=1)
+    if whole == flat.numel():
+        return sums
+    return torch.cat([sums, flat[whole:].square().sum().view(1)])
 
 
-def global_norm(sums: Iterable[float]) -> float:
-    """The norm from all block sums; `fsum` rounds once, so their order does not matter."""
-    values = list(sums)
+def global_norm(sums: Iterable[Tensor]) -> float:
+    """The norm from all block sums; `fsum` rounds once, so their order does not matter. NaN if one is not finite."""
+    values = torch.cat(list(sums)).tolist()
     if not all(math.isfinite(value) for value in values):
         return math.nan
     return math.sqrt(math.fsum(values))

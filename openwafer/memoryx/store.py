@@ -1,22 +1,33 @@
 """The store: every Unit's weights and optimizer state as flat arrays in tiers, streamed out and updated in place.
 
-Each Unit owns one flat array per field: `wire` (the weights as they are sent) and one per kind of optimizer
-state. A weight used by several Units lives with the first; the others are sent the same array.
+Each Unit owns one flat array per field: `wire` (the weights as they are sent), `remainder` (where the wire is
+bf16: what makes it the exact fp32 master) and one per kind of optimizer state. A weight used by several Units
+lives with the first; the others are sent the same array.
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from openwafer.graph import Graph, Unit
 from openwafer.graph.unit import padded
+from openwafer.memoryx.halves import scaled, update_halves
 from openwafer.memoryx.optimizer import Optimizer, Shape
 from openwafer.memoryx.tier import Key, Tier
+from openwafer.memoryx.update import UpdateNumbers
+from openwafer.memoryx.wire import merge, split
 
 WIRE = "wire"
+REMAINDER = "remainder"
+Wire = Literal["fp32", "bf16"]
+_DTYPES: dict[Wire, dict[str, torch.dtype]] = {
+    "fp32": {WIRE: torch.float32},
+    "bf16": {WIRE: torch.bfloat16, REMAINDER: torch.int16},
+}
 
 
 @dataclass(frozen=True)
@@ -45,14 +56,15 @@ class FieldSpec:
 
 
 class Store:
-    """All Units of one Graph. `tier_of` says which tier holds a field; it is asked once per field."""
+    """All Units of one Graph. `tiers` says which tier holds a field, `wire` in which precision weights are sent."""
 
-    def __init__(self, graph: Graph, optimizer: Optimizer, tiers: Mapping[Key, Tier]) -> None:
+    def __init__(self, graph: Graph, optimizer: Optimizer, tiers: Mapping[Key, Tier], wire: Wire = "fp32") -> None:
         self.graph = graph
         self.optimizer = optimizer
-        self.segments = layout(graph, optimizer)
+        self.wire: Wire = wire
+        self.segments = layout(graph, optimizer, wire)
         self._tiers = tiers
-        for spec in fields(graph, optimizer):
+        for spec in fields(graph, optimizer, wire):
             tiers[spec.key].create(spec.key, spec.num_elements, spec.dtype)
 
     # Sending weights
@@ -62,9 +74,9 @@ class Store:
         units = list(order)
         for position, unit in enumerate(units):
             for coming in units[position : position + 1 + ahead]:
-                for key in self._wires(coming):
+                for key in self.wires(coming):
                     self._tiers[key].prefetch(key)
-            keys = self._wires(unit)
+            keys = self.wires(unit)
             flats = {key: self._tiers[key].load(key) for key in keys}
             try:
                 segments = {name: self.segments[name][WIRE] for name in unit.weights}
@@ -73,18 +85,27 @@ class Store:
                 for key in keys:
                     self._tiers[key].release(key, changed=False)
 
-    def _wires(self, unit: Unit) -> list[Key]:
+    def wires(self, unit: Unit) -> list[Key]:
+        """The flat arrays that hold the Unit's weights; the first is its own, unless it owns none."""
         return list(dict.fromkeys(self.segments[name][WIRE].key for name in unit.weights))
+
+    def flat(self, key: Key) -> Tensor:
+        """A flat array that stays in DRAM."""
+        return self._tiers[key].load(key)
 
     # Updating
 
-    def update(self, unit: Unit, gradients: Mapping[str, Tensor], *, lr: float, step: int) -> None:
-        """Apply the gradients of weights that `unit` owns."""
+    def update(self, unit: Unit, gradients: Mapping[str, Tensor], numbers: UpdateNumbers) -> None:
+        """Apply the summed gradients of weights that `unit` owns."""
         with self._open(unit, gradients) as opened:
             for name, gradient in gradients.items():
-                parts = opened[name]
-                state = {field: tensor for field, tensor in parts.items() if field != WIRE}
-                self.optimizer.update(parts[WIRE], gradient, state, lr=lr, step=step)
+                parts = dict(opened[name])
+                wire, remainder = parts.pop(WIRE), parts.pop(REMAINDER, None)
+                if remainder is not None:
+                    update_halves(self.optimizer, wire, remainder, gradient, parts, numbers)
+                else:
+                    mean = scaled(gradient, numbers)
+                    self.optimizer.update(wire, mean, parts, lr=numbers.lr, step=numbers.step)
 
     def prefetch_update(self, unit: Unit) -> None:
         """A hint that `update(unit)` comes soon."""
@@ -112,32 +133,49 @@ class Store:
     # Whole weights: initial values, checkpoints
 
     def write(self, name: str, field: str, value: Tensor) -> None:
-        """Set one weight (`wire`) or one kind of its state."""
-        segment = self.segments[name][field]
-        flat = self._tiers[segment.key].load(segment.key)
-        segment.of(flat).copy_(value.view(segment.shape))
-        self._tiers[segment.key].release(segment.key, changed=True)
+        """Set one weight (`wire`, given as fp32) or one kind of its state."""
+        values = {field: value}
+        if field == WIRE and self.wire == "bf16":
+            values = dict(zip((WIRE, REMAINDER), split(value.float()), strict=True))
+        for part, tensor in values.items():
+            segment = self.segments[name][part]
+            flat = self._tiers[segment.key].load(segment.key)
+            segment.of(flat).copy_(tensor.reshape(segment.shape))
+            self._tiers[segment.key].release(segment.key, changed=True)
 
     def read_all(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(weight, field, value) of everything, Unit by Unit; each value is valid until the next is asked for."""
+        """(weight, field, value) of everything, Unit by Unit; each value is valid until the next is asked for.
+
+        The value of `wire` is the fp32 master, whatever is sent.
+        """
         for unit in self.graph.units:
             for weight in self.graph.owned(unit):
-                for field, segment in self.segments[weight.name].items():
-                    flat = self._tiers[segment.key].load(segment.key)
-                    try:
-                        yield weight.name, field, segment.of(flat)
-                    finally:
-                        self._tiers[segment.key].release(segment.key, changed=False)
+                parts = self.segments[weight.name]
+                for field in parts:
+                    if field == WIRE and REMAINDER in parts:
+                        with self._read(parts[WIRE]) as wire, self._read(parts[REMAINDER]) as remainder:
+                            yield weight.name, WIRE, merge(wire, remainder)
+                    elif field != REMAINDER:
+                        with self._read(parts[field]) as value:
+                            yield weight.name, field, value
+
+    @contextlib.contextmanager
+    def _read(self, segment: Segment) -> Iterator[Tensor]:
+        flat = self._tiers[segment.key].load(segment.key)
+        try:
+            yield segment.of(flat)
+        finally:
+            self._tiers[segment.key].release(segment.key, changed=False)
 
 
-def layout(graph: Graph, optimizer: Optimizer) -> dict[str, dict[str, Segment]]:
+def layout(graph: Graph, optimizer: Optimizer, wire: Wire = "fp32") -> dict[str, dict[str, Segment]]:
     """For each weight, where each of its fields lies. Frozen weights have no state."""
     segments: dict[str, dict[str, Segment]] = {}
     for unit in graph.units:
         ends: dict[str, int] = {}
         for weight in graph.owned(unit):
             shape = weight.spec.shape
-            parts = {WIRE: Segment((unit.index, WIRE), weight.offset, shape)}
+            parts = {field: Segment((unit.index, field), weight.offset, shape) for field in _DTYPES[wire]}
             for field, state_shape in optimizer.state_shapes(shape).items() if weight.requires_grad else ():
                 start = ends.get(field, 0)
                 parts[field] = Segment((unit.index, field), start, state_shape)
@@ -146,15 +184,15 @@ def layout(graph: Graph, optimizer: Optimizer) -> dict[str, dict[str, Segment]]:
     return segments
 
 
-def fields(graph: Graph, optimizer: Optimizer) -> list[FieldSpec]:
+def fields(graph: Graph, optimizer: Optimizer, wire: Wire = "fp32") -> list[FieldSpec]:
     """Every flat array of the model, the wires of all Units first."""
     sizes: dict[Key, int] = {}
-    for parts in layout(graph, optimizer).values():
+    for parts in layout(graph, optimizer, wire).values():
         for segment in parts.values():
             end = segment.offset + padded(_elements(segment.shape))
             sizes[segment.key] = max(sizes.get(segment.key, 0), end)
     ordered = sorted(sizes, key=lambda key: (key[1] != WIRE, key[0], key[1]))
-    return [FieldSpec(key, sizes[key], torch.float32) for key in ordered]
+    return [FieldSpec(key, sizes[key], _DTYPES[wire].get(key[1], torch.float32)) for key in ordered]
 
 
 def _elements(shape: Shape) -> int:

@@ -68,7 +68,7 @@ class Reference:
         """One update on the global batch, given as its fixed list of micro-batches."""
         with torch.random.fork_rng(devices=[]):  # Units set the random state; the caller keeps its own
             gradients, buffers, loss = self._gradients(micro_batches)
-        norm = global_norm(total for gradient in gradients.values() for total in block_sums(gradient))
+        norm = global_norm(block_sums(gradient) for gradient in gradients.values())
         self._check_finite(loss, norm, gradients)
         factor = clip_factor(norm, self.config.max_grad_norm)
         lr = self.config.lr * self.schedule(self.state.step)

@@ -1,0 +1,183 @@
+"""The link of a GPU: weights copied in ahead of their use, gradients copied out behind, updates in between.
+
+Three streams (copy-in, compute, copy-out) and two threads: one issues copies of weights as soon as a slot is free
+and the Unit's update is done, one applies updates as gradients arrive. Device memory is a few Unit slots.
+"""
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openwafer.graph import Unit
+from openwafer.memoryx.pinned import pinned
+from openwafer.memoryx.store import WIRE, Store
+from openwafer.memoryx.tier import Key
+from openwafer.memoryx.update import Arrival, UpdateNumbers, Updater
+
+
+@dataclass(eq=False)
+class Slot:
+    """Room for one Unit's weights on the device."""
+
+    memory: Tensor
+    content: tuple[Key, int] | None = None  # array and its version
+    users: int = 0  # passes that were promised this content and have not finished with it
+    is_ready: torch.cuda.Event = field(default_factory=torch.cuda.Event)  # copied in
+    is_free: torch.cuda.Event = field(default_factory=torch.cuda.Event)  # last used by the compute stream
+
+
+class Inbox:
+    """Slots, and the thread that fills them in the order they will be used."""
+
+    def __init__(self, store: Store, updater: Updater, device: torch.device, num_slots: int) -> None:
+        self.store = store
+        self.updater = updater
+        self.device = device
+        self.versions: dict[Key, int] = {}  # how often an array was updated: older copies are stale
+        largest = max(store.flat(key).numel() for unit in store.graph.units for key in store.wires(unit))
+        dtype = torch.bfloat16 if store.wire == "bf16" else torch.float32
+        self._slots = [Slot(torch.empty(largest, dtype=dtype, device=device)) for _ in range(num_slots)]
+        self._copies = torch.cuda.Stream(device)
+        self._changed = threading.Condition()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slot.memory.numel() * slot.memory.itemsize for slot in self._slots)
+
+    def stream(self, order: Iterable[Unit]) -> Iterator[tuple[Unit, Mapping[str, Tensor]]]:
+        units = list(order)
+        arrivals: queue.Queue[Any] = queue.Queue()
+        stop = threading.Event()
+        thread = threading.Thread(target=self._fill, args=(units, arrivals, stop), daemon=True)
+        thread.start()
+        compute = torch.cuda.current_stream(self.device)
+        try:
+            for unit in units:
+                slots = arrivals.get()
+                if isinstance(slots, BaseException):
+                    raise slots
+                for slot in slots.values():
+                    compute.wait_event(slot.is_ready)
+                segments = {name: self.store.segments[name][WIRE] for name in unit.weights}
+                yield unit, {name: segment.of(slots[segment.key].memory) for name, segment in segments.items()}
+                self._done(slots.values(), compute)
+        finally:
+            stop.set()
+            with self._changed:
+                self._changed.notify_all()
+            thread.join()
+            while not arrivals.empty():
+                if not isinstance(slots := arrivals.get(), BaseException):
+                    self._done(slots.values(), compute)
+
+    def _done(self, slots: Iterable[Slot], compute: torch.cuda.Stream) -> None:
+        with self._changed:
+            for slot in slots:
+                slot.is_free.record(compute)
+                slot.users -= 1
+            self._changed.notify_all()
+
+    def _fill(self, units: Sequence[Unit], arrivals: queue.Queue[Any], stop: threading.Event) -> None:
+        try:
+            for unit in units:
+                slots = {}
+                for key in self.store.wires(unit):
+                    slot = self._take(key, stop)
+                    if slot is None:
+                        return
+                    slots[key] = slot
+                arrivals.put(slots)
+        except BaseException as error:  # noqa: BLE001 - raised where the weights are awaited
+            arrivals.put(error)
+
+    def _take(self, key: Key, stop: threading.Event) -> Slot | None:
+        """A slot with this array, copied in if it is not there; None when the pass was given up."""
+        self.updater.wait(key[0])
+        content = (key, self.versions.get(key, 0))
+        with self._changed:
+            for slot in self._slots:
+                if slot.content == content:
+                    slot.users += 1
+                    return slot
+            self._changed.wait_for(lambda: stop.is_set() or any(slot.users == 0 for slot in self._slots))
+            if stop.is_set():
+                return None
+            slot = next(slot for slot in self._slots if slot.users == 0)
+            self._slots.remove(slot)
+            self._slots.append(slot)  # the least recently filled comes first
+            slot.content, slot.users = content, 1
+        source = self.store.flat(key)
+        with torch.cuda.stream(self._copies):
+            self._copies.wait_event(slot.is_free)
+            slot.memory[: source.numel()].copy_(source, non_blocking=True)
+            slot.is_ready.record(self._copies)
+        return slot
+
+
+class Outbox:
+    """Gradients on their way to the host, in a bounded ring of pinned buffers."""
+
+    def __init__(self, store: Store, device: torch.device, num_buffers: int) -> None:
+        self.store = store
+        self.device = device
+        self._copies = torch.cuda.Stream(device)
+        self._largest = max(store.flat(key).numel() for unit in store.graph.units for key in store.wires(unit))
+        self._free: queue.Queue[Tensor] = queue.Queue()
+        self._unmade = num_buffers
+
+    def send(self, unit: Unit, gradients: Mapping[str, Tensor]) -> Arrival:
+        dtype = next((g.dtype for g in gradients.values()), torch.float32)
+        buffer = self._buffer(dtype)
+        arrived = torch.cuda.Event()
+        host: dict[str, Tensor] = {}
+        self._copies.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._copies):
+            for name, gradient in gradients.items():
+                host[name] = self.store.segments[name][WIRE].of(buffer)
+                host[name].copy_(gradient, non_blocking=True)
+                gradient.record_stream(self._copies)
+            arrived.record(self._copies)
+        raw = buffer.view(torch.uint8)
+        return Arrival(unit, host, arrived.query, arrived.synchronize, lambda: self._free.put(raw))
+
+    def _buffer(self, dtype: torch.dtype) -> Tensor:
+        if self._unmade and self._free.empty():
+            self._unmade -= 1
+            return pinned(self._largest * dtype.itemsize, torch.uint8).view(dtype)
+        return self._free.get().view(dtype)
+
+
+class CudaLink:
+    """A GPU worker's link to a store in host memory."""
+
+    def __init__(
+        self, store: Store, device: torch.device, *, num_slots: int = 3, num_gradient_buffers: int = 16
+    ) -> None:
+        self.store = store
+        self.device = device
+        self.updater = Updater(store.update)
+        self.inbox = Inbox(store, self.updater, device, num_slots)
+        self.outbox = Outbox(store, device, num_gradient_buffers)
+
+    def stream(self, order: Iterable[Unit]) -> Iterator[tuple[Unit, Mapping[str, Tensor]]]:
+        return self.inbox.stream(order)
+
+    def send(self, unit: Unit, gradients: Mapping[str, Tensor]) -> Arrival:
+        return self.outbox.send(unit, gradients)
+
+    def apply(self, parcel: Arrival, numbers: UpdateNumbers) -> None:
+        for name in parcel.gradients:
+            key = self.store.segments[name][WIRE].key
+            self.inbox.versions[key] = numbers.step
+        self.updater.post(parcel, numbers)
+
+    def drain(self) -> None:
+        self.updater.drain()
+
+    def close(self) -> None:
+        self.updater.close()

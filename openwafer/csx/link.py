@@ -1,0 +1,62 @@
+"""The link between a worker and MemoryX: weights come in, gradients go out.
+
+Where the worker computes on the store's own memory there is nothing to copy (`DirectLink`); a GPU has a link of
+its own in `cuda.py`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from openwafer.graph import Unit
+from openwafer.memoryx.store import Store
+from openwafer.memoryx.update import UpdateNumbers
+
+Parcel = Any  # gradients that left the worker, as the link keeps them
+
+
+class Link(Protocol):
+    """What a worker needs of MemoryX."""
+
+    device: torch.device
+
+    def stream(self, order: Iterable[Unit]) -> Iterator[tuple[Unit, Mapping[str, Tensor]]]:
+        """Each Unit with its weights on the worker; valid until the next is asked for."""
+        ...
+
+    def send(self, unit: Unit, gradients: Mapping[str, Tensor]) -> Parcel:
+        """Gradients leave the worker; they are applied by `apply`, or never."""
+        ...
+
+    def apply(self, parcel: Parcel, numbers: UpdateNumbers) -> None:
+        """Update the Unit with gradients that were sent; may return before it is done."""
+        ...
+
+    def drain(self) -> None:
+        """Until every update is done."""
+        ...
+
+
+class DirectLink:
+    """The worker computes where the store is."""
+
+    def __init__(self, store: Store, device: torch.device | None = None) -> None:
+        self.store = store
+        self.device = device or torch.device("cpu")
+
+    def stream(self, order: Iterable[Unit]) -> Iterator[tuple[Unit, Mapping[str, Tensor]]]:
+        return self.store.stream(order)
+
+    def send(self, unit: Unit, gradients: Mapping[str, Tensor]) -> Parcel:
+        if unit.index > 0:
+            self.store.prefetch_update(self.store.graph.units[unit.index - 1])
+        return unit, gradients
+
+    def apply(self, parcel: Parcel, numbers: UpdateNumbers) -> None:
+        unit, gradients = parcel
+        self.store.update(unit, gradients, numbers)
+
+    def drain(self) -> None:
+        pass

@@ -1,0 +1,38 @@
+"""Host memory that a GPU can copy from and to at full speed, of exactly the size that was asked for.
+
+PyTorch's own pinned allocator rounds up to powers of two; here whole pages are mapped and registered.
+"""
+
+import mmap
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openwafer.errors import UserError
+from openwafer.memoryx.store import WIRE
+from openwafer.memoryx.tier import DramTier, Key
+
+
+def pinned(num_elements: int, dtype: torch.dtype) -> Tensor:
+    """A zeroed, page-locked flat CPU tensor. The memory stays registered until the process ends."""
+    num_bytes = max(1, num_elements * dtype.itemsize)
+    # numpy keeps the mapping alive as long as the tensor lives.
+    raw = torch.from_numpy(np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8))
+    status = torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), num_bytes, 0)  # pyright: ignore[reportOptionalMemberAccess]
+    if int(status) != 0:
+        raise UserError(
+            f"cannot lock {num_bytes / 2**30:.2f} GiB of host memory for the GPU (CUDA error {int(status)}): "
+            "raise the limit of locked memory (ulimit -l) or give a smaller DRAM budget"
+        )
+    return raw[: num_elements * dtype.itemsize].view(dtype)
+
+
+class PinnedTier(DramTier):
+    """DRAM in which the weights to be sent are page-locked; the rest never leaves the host."""
+
+    def create(self, key: Key, num_elements: int, dtype: torch.dtype) -> None:
+        if key[1] == WIRE:
+            self._arrays[key] = pinned(num_elements, dtype)
+        else:
+            super().create(key, num_elements, dtype)
