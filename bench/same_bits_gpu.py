@@ -87,15 +87,13 @@ def check(text: torch.Tensor, steps: int, max_norm: float | None) -> None:
 
 
 def ordinary_step(module: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list) -> float:
-    total, count = 0.0, 0
     with torch.autocast("cuda", dtype=torch.bfloat16):
         results = [module(**{k: v.to(DEVICE) for k, v in batch.items()}) for batch in batches]
-    total = sum(r[0] for r in results)
-    count = sum(r[1] for r in results)
+    loss = torch.stack([r[0] for r in results]).sum() / torch.stack([r[1] for r in results]).sum()
     optimizer.zero_grad()
-    (total / count).backward()
+    loss.backward()
     optimizer.step()
-    return (total / count).item()
+    return loss.item()
 
 
 if __name__ == "__main__":
