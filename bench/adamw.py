@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from openwafer.kernels.adamw import AdamWStep, adamw
+from openwafer.kernels.adamw import AdamWStep, Halves, adamw
 from openwafer.kernels.compiled import library
 from openwafer.memoryx.wire import split
 
@@ -23,8 +23,9 @@ def main() -> None:
     wire, remainder = split(source)
     m, v, gradient = torch.zeros(n), torch.zeros(n), torch.randn(n).bfloat16()
     step = AdamWStep(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, divisor=1.0)
+    weight = Halves(wire, remainder, m, v, gradient, True)
     for threads in args.threads:
-        ours_s = best(lambda t=threads: adamw(wire, remainder, m, v, gradient, step, threads=t))
+        ours_s = best(lambda t=threads: adamw([weight], step, threads=t))
         print(f"ours, {threads:3} threads {rate(n, ours_s, 26)}")
     fp32 = torch.randn(n)
     fused_s = best(lambda: fused(source, fp32, m, v))

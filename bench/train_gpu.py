@@ -41,13 +41,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=["hbm", "ours", "clip", "fsdp"])
     args = parser.parse_args()
     config = ModelConfig(
-        family="llama",
         hidden_size=args.hidden,
         num_hidden_layers=args.layers,
         num_heads=args.hidden // 128,
-        intermediate_size=8 * args.hidden // 3 // 128 * 128,
         vocab_size=args.vocab,
         max_position_embeddings=args.context,
+        tie_word_embeddings=False,
     )
     runs = {
         "hbm": ("everything in HBM, fused AdamW on the GPU", in_hbm),
@@ -150,8 +149,8 @@ class Checkpointed(nn.Module):
 def plain_module(config: ModelConfig, device: torch.device) -> nn.Module:
     with device:
         module = build(config)
-    inner = module.get_submodule("model")
-    inner.layers = nn.ModuleList(Checkpointed(block) for block in inner.layers)  # pyright: ignore
+    inner = module.get_submodule("transformer")
+    inner.h = nn.ModuleList(Checkpointed(block) for block in inner.h)  # pyright: ignore
     return module.train()
 
 
@@ -179,7 +178,7 @@ def fsdp_offload(config: ModelConfig, args: argparse.Namespace) -> tuple:
     dist.init_process_group("cpu:gloo,cuda:nccl")
     module = plain_module(config, torch.device("cpu"))
     policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "offload_policy": CPUOffloadPolicy()}
-    for block in module.get_submodule("model").layers:  # pyright: ignore
+    for block in module.get_submodule("transformer").h:  # pyright: ignore
         fully_shard(block, **policy)
     fully_shard(module, **policy)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)

@@ -2,43 +2,105 @@
  *
  * master bits = (wire << 16) + remainder (signed); the new master is split again with wire rounded half up.
  * Every operation is rounded on its own (no fused multiply-add), in the order of adamw.py's reference.
- * Returns 1 if a new master is not finite, else 0. */
-#include <stdint.h>
+ *
+ * Threads are started per call and take pieces as they go: the call works beside others that feed a GPU, where
+ * a pool that spins or a fixed share of the work costs more than starting threads does (0.2 ms). */
 #include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+
+#define PIECE 65536
+#define MOST_THREADS 256
 
 typedef union { uint32_t bits; float value; } word;
 
-static inline float bf16(uint16_t half) { word w = { (uint32_t)half << 16 }; return w.value; }
+typedef struct {
+    uint16_t *wire;
+    int16_t *remainder;
+    float *m, *v;
+    const void *gradient;
+    int64_t n, first_piece;
+    float keep;
+} weight;
 
-#define BODY(GRADIENT)                                                                                   \
-    int bad = 0;                                                                                         \
-    _Pragma("omp parallel for simd schedule(static) reduction(|:bad) num_threads(threads)")              \
-    for (int64_t i = 0; i < n; i++) {                                                                    \
-        word w; w.bits = ((uint32_t)wire[i] << 16) + (uint32_t)(int32_t)remainder[i];                    \
-        float g = (GRADIENT) / divisor * factor;                                                         \
-        float p = w.value * keep;                                                                        \
-        float m1 = m[i] * beta1 + g * (1.0f - beta1);                                                    \
-        float v1 = v[i] * beta2 + g * g * (1.0f - beta2);                                                \
-        m[i] = m1; v[i] = v1;                                                                            \
-        float denominator = sqrtf(v1) * inverse_root + eps;                                              \
-        w.value = p - m1 / denominator * rate;                                                           \
-        bad |= (w.bits & 0x7f800000u) == 0x7f800000u;                                                    \
-        uint16_t high = (uint16_t)((w.bits + 0x8000u) >> 16);                                            \
-        wire[i] = high;                                                                                  \
-        remainder[i] = (int16_t)(uint16_t)(w.bits - ((uint32_t)high << 16));                             \
-    }                                                                                                    \
-    return bad
+typedef struct {
+    const weight *weights;
+    int num_weights, gradient_is_bf16;
+    int64_t num_pieces;
+    float divisor, factor, beta1, beta2, inverse_root, eps, rate;
+    atomic_llong next;
+    atomic_int is_bad;
+} work;
 
-int adamw_bf16_gradient(uint16_t *restrict wire, int16_t *restrict remainder, float *restrict m, float *restrict v,
-                        const uint16_t *restrict gradient, int64_t n, float divisor, float factor, float keep,
-                        float beta1, float beta2, float inverse_root, float eps, float rate, int threads)
+static inline float from_bf16(uint16_t half) { word w = { (uint32_t)half << 16 }; return w.value; }
+
+#define LOOP(GRADIENT)                                                                   \
+    for (int64_t i = 0; i < n; i++) {                                                    \
+        word w;                                                                          \
+        w.bits = ((uint32_t)wire[i] << 16) + (uint32_t)(int32_t)remainder[i];            \
+        float g = (GRADIENT) / divisor * factor;                                         \
+        float kept = w.value * keep;                                                     \
+        float m1 = m[i] * beta1 + g * (1.0f - beta1);                                    \
+        float v1 = v[i] * beta2 + g * g * (1.0f - beta2);                                \
+        m[i] = m1;                                                                       \
+        v[i] = v1;                                                                       \
+        w.value = kept - m1 / (sqrtf(v1) * inverse_root + eps) * rate;                   \
+        bad |= (w.bits & 0x7f800000u) == 0x7f800000u;                                    \
+        uint16_t high = (uint16_t)((w.bits + 0x8000u) >> 16);                            \
+        wire[i] = high;                                                                  \
+        remainder[i] = (int16_t)(uint16_t)(w.bits - ((uint32_t)high << 16));             \
+    }
+
+static int piece(const work *job, const weight *one, int64_t start, int64_t n)
 {
-    BODY(bf16(gradient[i]));
+    uint16_t *restrict wire = one->wire + start;
+    int16_t *restrict remainder = one->remainder + start;
+    float *restrict m = one->m + start, *restrict v = one->v + start;
+    const float divisor = job->divisor, factor = job->factor, keep = one->keep, beta1 = job->beta1;
+    const float beta2 = job->beta2, inverse_root = job->inverse_root, eps = job->eps, rate = job->rate;
+    int bad = 0;
+    if (job->gradient_is_bf16) {
+        const uint16_t *restrict gradient = (const uint16_t *)one->gradient + start;
+        LOOP(from_bf16(gradient[i]))
+    } else {
+        const float *restrict gradient = (const float *)one->gradient + start;
+        LOOP(gradient[i])
+    }
+    return bad;
 }
 
-int adamw_fp32_gradient(uint16_t *restrict wire, int16_t *restrict remainder, float *restrict m, float *restrict v,
-                        const float *restrict gradient, int64_t n, float divisor, float factor, float keep,
-                        float beta1, float beta2, float inverse_root, float eps, float rate, int threads)
+static void *worker(void *argument)
 {
-    BODY(gradient[i]);
+    work *job = argument;
+    int at = 0;
+    for (;;) {
+        int64_t index = atomic_fetch_add(&job->next, 1);
+        if (index >= job->num_pieces) return 0;
+        while (at + 1 < job->num_weights && job->weights[at + 1].first_piece <= index) at++;
+        const weight *one = &job->weights[at];
+        int64_t start = (index - one->first_piece) * PIECE, left = one->n - start;
+        if (piece(job, one, start, left < PIECE ? left : PIECE)) atomic_store(&job->is_bad, 1);
+    }
+}
+
+/* Updates several weights in one go; fills in `first_piece`. Returns 1 if a new master is not finite, else 0. */
+int adamw(weight *weights, int num_weights, float divisor, float factor, float beta1, float beta2,
+          float inverse_root, float eps, float rate, int gradient_is_bf16, int threads)
+{
+    int64_t pieces = 0;
+    for (int k = 0; k < num_weights; k++) {
+        weights[k].first_piece = pieces;
+        pieces += (weights[k].n + PIECE - 1) / PIECE;
+    }
+    work job = { weights, num_weights, gradient_is_bf16, pieces, divisor, factor,
+                 beta1, beta2, inverse_root, eps, rate, 0, 0 };
+    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    if (threads > pieces) threads = (int)pieces;
+    pthread_t started[MOST_THREADS];
+    int count = 0;
+    while (count < threads - 1 && pthread_create(&started[count], 0, worker, &job) == 0) count++;
+    worker(&job);
+    for (int k = 0; k < count; k++) pthread_join(started[k], 0);
+    return job.is_bad;
 }

@@ -1,8 +1,10 @@
-"""AdamW on a flat array of weights as wire and remainder: the fast C pass and the definition it must equal."""
+"""AdamW on weights kept as wire and remainder: the fast C pass and the definition it must equal."""
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,13 +12,12 @@ from torch import Tensor
 
 from openwafer.kernels.compiled import library
 
-_POINTERS = [ctypes.c_void_p] * 5
-_FLOATS = [ctypes.c_float] * 8
+_PIECE = 1 << 20  # elements that the reference takes at a time, to keep its temporaries small
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWStep:
-    """The numbers of one update, rounded to fp32 as both versions use them."""
+    """The numbers of one update."""
 
     lr: float
     beta1: float
@@ -28,10 +29,6 @@ class AdamWStep:
     factor: float = 1.0  # and multiplied by this (clipping)
 
     @property
-    def keep(self) -> float:
-        return _fp32(1.0 - self.lr * self.weight_decay)
-
-    @property
     def rate(self) -> float:
         return _fp32(self.lr / (1.0 - self.beta1**self.step))
 
@@ -39,47 +36,71 @@ class AdamWStep:
     def inverse_root(self) -> float:
         return _fp32(1.0 / math.sqrt(1.0 - self.beta2**self.step))
 
+    def keep(self, decays: bool) -> float:
+        return _fp32(1.0 - self.lr * self.weight_decay) if decays else 1.0
 
-def adamw(
-    wire: Tensor,
-    remainder: Tensor,
-    m: Tensor,
-    v: Tensor,
-    gradient: Tensor,
-    step: AdamWStep,
-    *,
-    threads: int | None = None,
-) -> bool:
-    """One update in place of flat CPU arrays; `gradient` is bf16 or fp32. False: a new weight is not finite."""
+
+class Halves(NamedTuple):
+    """One weight with its state and its gradient, all flat and of one length."""
+
+    wire: Tensor  # bf16
+    remainder: Tensor  # int16
+    m: Tensor
+    v: Tensor
+    gradient: Tensor  # bf16 or fp32
+    decays: bool
+
+
+class _Weight(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("wire", "remainder", "m", "v", "gradient")),
+        ("n", ctypes.c_int64),
+        ("first_piece", ctypes.c_int64),
+        ("keep", ctypes.c_float),
+    )
+
+
+def adamw(weights: Sequence[Halves], step: AdamWStep, *, threads: int | None = None) -> bool:
+    """Updates weights on the CPU in place, in one call: whoever feeds a GPU keeps Python to itself meanwhile.
+
+    All gradients have one type. False: a new weight is not finite.
+    """
     built = library("adamw")
     if built is None:
-        return _by_parts(wire, remainder, m, v, gradient, step)
-    function = built.adamw_bf16_gradient if gradient.dtype is torch.bfloat16 else built.adamw_fp32_gradient
-    function.argtypes = [*_POINTERS, ctypes.c_int64, *_FLOATS, ctypes.c_int]
-    arrays = (wire, remainder, m, v, gradient)
-    assert all(t.is_contiguous() and t.device.type == "cpu" and t.numel() == wire.numel() for t in arrays)
-    numbers = (step.divisor, step.factor, step.keep, step.beta1, step.beta2, step.inverse_root, step.eps, step.rate)
-    pointers = (t.data_ptr() for t in arrays)
-    return function(*pointers, wire.numel(), *numbers, threads or torch.get_num_threads()) == 0
+        return all([adamw_reference(piece, step) for weight in weights for piece in _pieces(weight)])
+    array = (_Weight * len(weights))()
+    for slot, weight in zip(array, weights, strict=True):
+        tensors = (weight.wire, weight.remainder, weight.m, weight.v, weight.gradient)
+        assert all(t.is_contiguous() and t.device.type == "cpu" and t.numel() == weight.wire.numel() for t in tensors)
+        slot.wire, slot.remainder, slot.m, slot.v, slot.gradient = (t.data_ptr() for t in tensors)
+        slot.n, slot.keep = weight.wire.numel(), step.keep(weight.decays)
+    numbers = (step.divisor, step.factor, step.beta1, step.beta2, step.inverse_root, step.eps, step.rate)
+    is_bf16 = int(bool(weights) and weights[0].gradient.dtype is torch.bfloat16)
+    arguments = map(ctypes.c_float, numbers)
+    return built.adamw(array, len(weights), *arguments, is_bf16, threads or default_threads()) == 0
 
 
-def _by_parts(wire: Tensor, remainder: Tensor, m: Tensor, v: Tensor, gradient: Tensor, step: AdamWStep) -> bool:
-    """Without a compiler: the reference in pieces that keep its temporaries small."""
-    size = 1 << 20
-    arrays = (wire, remainder, m, v, gradient)
-    pieces = list(zip(*(t.split(size) for t in arrays), strict=True))
-    return all([adamw_reference(a, b, c, d, e, step) for a, b, c, d, e in pieces])
+def default_threads() -> int:
+    """All cores but two where there are many: whoever feeds a GPU meanwhile must not wait for a core."""
+    threads = torch.get_num_threads()
+    return threads - 2 if threads > 4 else threads
 
 
-def adamw_reference(wire: Tensor, remainder: Tensor, m: Tensor, v: Tensor, gradient: Tensor, step: AdamWStep) -> bool:
+def _pieces(weight: Halves) -> list[Halves]:
+    tensors = (weight.wire, weight.remainder, weight.m, weight.v, weight.gradient)
+    pieces = zip(*(t.split(_PIECE) for t in tensors), strict=True)
+    return [Halves(wire, remainder, m, v, gradient, weight.decays) for wire, remainder, m, v, gradient in pieces]
+
+
+def adamw_reference(weight: Halves, step: AdamWStep) -> bool:
     """The definition, in torch operations rounded one by one; runs on any device with the same bits."""
+    wire, remainder, m, v, gradient, decays = weight
     high = wire.view(torch.int16).to(torch.int32) << 16
     master = (high + remainder.to(torch.int32)).view(torch.float32)
     g = gradient.float() / step.divisor * step.factor
-    one_minus_beta1, one_minus_beta2 = _one_minus(step.beta1), _one_minus(step.beta2)
-    kept = master * step.keep
-    m.copy_(m * _fp32(step.beta1) + g * one_minus_beta1)
-    v.copy_(v * _fp32(step.beta2) + g * g * one_minus_beta2)
+    kept = master * step.keep(decays)
+    m.copy_(m * _fp32(step.beta1) + g * _one_minus(step.beta1))
+    v.copy_(v * _fp32(step.beta2) + g * g * _one_minus(step.beta2))
     denominator = v.sqrt() * step.inverse_root + _fp32(step.eps)
     new = kept - m / denominator * step.rate
     bits = new.view(torch.int32).to(torch.int64) & 0xFFFFFFFF

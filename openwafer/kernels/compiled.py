@@ -17,7 +17,7 @@ from pathlib import Path
 from openwafer.registry import cache_dir
 
 # No contraction to fused multiply-add: results then equal the same operations done one by one anywhere else.
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-shared", "-fPIC")
 _log = logging.getLogger(__name__)
 
 

@@ -4,6 +4,7 @@ PyTorch's own pinned allocator rounds up to powers of two; here whole pages are 
 """
 
 import mmap
+import weakref
 
 import numpy as np
 import torch
@@ -15,16 +16,19 @@ from openwafer.memoryx.tier import DramTier, Key
 
 
 def pinned(num_elements: int, dtype: torch.dtype) -> Tensor:
-    """A zeroed, page-locked flat CPU tensor. The memory stays registered until the process ends."""
+    """A zeroed, page-locked flat CPU tensor."""
     num_bytes = max(1, num_elements * dtype.itemsize)
-    # numpy keeps the mapping alive as long as the tensor lives.
-    raw = torch.from_numpy(np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8))
+    pages = mmap.mmap(-1, num_bytes)
+    # The tensor keeps the array alive and the array its pages; they are unlocked just before they go.
+    array = np.frombuffer(pages, dtype=np.uint8)
+    raw = torch.from_numpy(array)
     status = torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), num_bytes, 0)  # pyright: ignore[reportOptionalMemberAccess]
     if int(status) != 0:
         raise UserError(
             f"cannot lock {num_bytes / 2**30:.2f} GiB of host memory for the GPU (CUDA error {int(status)}): "
             "raise the limit of locked memory (ulimit -l) or give a smaller DRAM budget"
         )
+    weakref.finalize(array, torch.cuda.cudart().cudaHostUnregister, raw.data_ptr())  # pyright: ignore
     return raw[: num_elements * dtype.itemsize].view(dtype)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from openwafer.graph import Graph, Unit
 from openwafer.graph.unit import padded
-from openwafer.memoryx.halves import scaled, update_halves
+from openwafer.memoryx.halves import Item, scaled, update_halves
 from openwafer.memoryx.optimizer import Optimizer, Shape
 from openwafer.memoryx.tier import Key, Tier
 from openwafer.memoryx.update import UpdateNumbers
@@ -98,14 +98,17 @@ class Store:
     def update(self, unit: Unit, gradients: Mapping[str, Tensor], numbers: UpdateNumbers) -> None:
         """Apply the summed gradients of weights that `unit` owns."""
         with self._open(unit, gradients) as opened:
+            halves: list[Item] = []
             for name, gradient in gradients.items():
                 parts = dict(opened[name])
                 wire, remainder = parts.pop(WIRE), parts.pop(REMAINDER, None)
                 if remainder is not None:
-                    update_halves(self.optimizer, wire, remainder, gradient, parts, numbers)
+                    halves.append(Item(wire, remainder, gradient, parts))
                 else:
                     mean = scaled(gradient, numbers)
                     self.optimizer.update(wire, mean, parts, lr=numbers.lr, step=numbers.step)
+            if halves:
+                update_halves(self.optimizer, halves, numbers)
 
     def prefetch_update(self, unit: Unit) -> None:
         """A hint that `update(unit)` comes soon."""
