@@ -17,7 +17,8 @@ def test_it_measures_all_three(tmp_path: Path) -> None:
     assert rows.keys() == {"ours", "peer", "floor"}
     assert {row["num_parameters"] for row in rows.values()} == {2_197_632}
     assert rows["ours"]["num_units"] == 6
-    assert rows["floor"]["seconds"] < min(rows["ours"]["seconds"], rows["peer"]["seconds"])
+    assert rows["peer"]["num_operations"] > 50
+    assert all(row["seconds"] > 0 and row["peak_mib"] > row["import_mib"] for row in rows.values())
 
 
 def test_the_readme_says_what_was_measured() -> None:
