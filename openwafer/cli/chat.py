@@ -22,10 +22,14 @@ if TYPE_CHECKING:
 class ChatConfig:
     """How answers are drawn."""
 
-    max_tokens: int = option(512, help="longest answer", minimum=1)
-    temperature: float = option(0.7, help="0: always the likeliest token", minimum=0)
-    top_p: float = option(0.95, help="draw from the likeliest tokens up to this sum", minimum=1e-6, maximum=1)
-    seed: int | None = option(None, help="same seed, same answer", minimum=0, maximum=2**63 - 1)
+    max_tokens: int = option(512, help="longest answer, in tokens", minimum=1)
+    temperature: float = option(0.7, help="how freely tokens are drawn; 0 always takes the likeliest", minimum=0)
+    top_p: float = option(
+        0.95, help="draw only from the likeliest tokens that together have this probability", minimum=1e-6, maximum=1
+    )
+    seed: int | None = option(
+        None, help="the same seed gives the same answer (default: a new one each time)", minimum=0, maximum=2**63 - 1
+    )
     system: str | None = option(None, help="system message of the conversation")
 
 
@@ -43,8 +47,10 @@ class Answer:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="GGUF file, model folder, or name of a pulled model")
-    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="what to answer (none: a conversation)")
+    parser.add_argument(
+        "model", metavar="MODEL", help="pulled name, model_dir of train, Hugging Face folder, or GGUF file"
+    )
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="what to answer (left out: a conversation)")
     add_flags(parser, ChatConfig, ["max_tokens", "temperature", "top_p", "seed", "system"])
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 

@@ -13,13 +13,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from openwafer.data.prepare import PrepareConfig
 
     commands = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
-    prepare = commands.add_parser("prepare", help="tokenize text into a folder of shards", allow_abbrev=False)
+    summary = "tokenize text into a folder of shards"
+    description = f"{summary[0].upper()}{summary[1:]}, which `openwafer train` reads (data.path in its params)."
+    prepare = commands.add_parser("prepare", help=summary, description=description, allow_abbrev=False)
     source = prepare.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--input", nargs="+", metavar="PATH", help=".txt, .jsonl, .jsonl.gz files, folders or glob patterns"
+        "--input", nargs="+", metavar="PATH", help=".txt, .jsonl or .jsonl.gz files, folders of them, glob patterns"
     )
-    source.add_argument("--corpus", choices=["shakespeare"], help="a built-in corpus")
-    prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    source.add_argument("--corpus", choices=["shakespeare"], help="a corpus that is fetched by itself")
+    prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to make")
     names = ("vocab_size", "tokenizer", "end_of_text", "text_key", "val_fraction")
     add_flags(prepare, PrepareConfig, names)
     prepare.add_argument("--overwrite", action="store_true", help="replace an earlier folder of shards")

@@ -1,4 +1,5 @@
-"""Print the Units of a model: `openwafer graph --params FILE`. Nothing is allocated, so any size will do."""
+"""Print the Units of a model, the pieces that are streamed: `openwafer graph --params FILE`. No weight is
+allocated, so the model may be larger than this machine."""
 
 import argparse
 import json
@@ -7,9 +8,13 @@ from openwafer.config import convert
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--params", required=True, metavar="FILE", help="params file, or the name of a preset")
-    parser.add_argument("--micro_batch_size", default="1", metavar="N", help="samples per call (default 1)")
-    parser.add_argument("--context", metavar="N", help="tokens per sample (default: the model's longest)")
+    parser.add_argument("--params", required=True, metavar="FILE", help="params file, or a preset such as gpt_tiny")
+    parser.add_argument(
+        "--micro_batch_size", default="1", metavar="N", help="samples that go through the model at once (default 1)"
+    )
+    parser.add_argument(
+        "--context", metavar="N", help="tokens per sample (default: the model's max_position_embeddings)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 

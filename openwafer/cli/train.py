@@ -1,4 +1,7 @@
-"""Train a model: `openwafer train --params FILE [--num_steps N] [--model_dir DIR]`; the same command resumes."""
+"""Train a model: `openwafer train --params FILE [--num_steps N] [--model_dir DIR]`; the same command resumes.
+
+Flags win over the params file; the defaults below hold for keys that neither gives.
+"""
 
 import argparse
 import json
@@ -23,7 +26,7 @@ _TRAIN_FLAGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--params", required=True, metavar="FILE", help="params file, or the name of a preset")
+    parser.add_argument("--params", required=True, metavar="FILE", help="params file, or a preset such as gpt_tiny")
     add_flags(parser, TrainConfig, _TRAIN_FLAGS)
     add_flags(parser, OptimizerConfig, ("lr",))
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")

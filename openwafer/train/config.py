@@ -14,17 +14,19 @@ class TrainConfig:
 
     model_dir: Path = option(Path("model_dir"), help="where checkpoints and metrics go; a run there is resumed")
     num_steps: int = option(1000, help="updates of the whole run", minimum=0)
-    mode: Literal["train", "eval", "train_and_eval"] = option("train", help="what to do")
+    mode: Literal["train", "eval", "train_and_eval"] = option(
+        "train", help="train; eval: measure the last checkpoint; train_and_eval: train, then measure"
+    )
     batch_size: int = option(32, help="samples per update, over all workers", minimum=1)
     micro_batch_size: int | None = option(
         None, help="samples that go through the model at once (default: the whole batch)", minimum=1
     )
     seed: int = option(0, help="initial weights, order of samples and dropout", minimum=0)
-    device: Literal["cpu", "cuda"] = option("cpu", help="where Units are computed")
-    num_csx: int = option(1, help="number of workers", minimum=1)
+    device: Literal["cpu", "cuda"] = option("cpu", help="where Units are computed; cuda does not work yet")
+    num_csx: int = option(1, help="number of workers; more than 1 does not work yet", minimum=1)
     checkpoint_every: int | None = option(None, help="steps between checkpoints (default: only at the end)", minimum=1)
     keep_checkpoints: int | None = option(3, help="how many checkpoints to keep (empty: all)", minimum=1)
-    eval_every: int | None = option(None, help="steps between evaluations (default: at the end)", minimum=1)
+    eval_every: int | None = option(None, help="steps between evaluations (default: none in between)", minimum=1)
     eval_batches: int = option(8, help="batches of held-out text per evaluation", minimum=1)
     log_every: int = option(10, help="steps between lines when the output is not a terminal", minimum=1)
 
