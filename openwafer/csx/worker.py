@@ -65,10 +65,13 @@ class Worker:
         self._sum_loss(done)
         return done
 
-    def backward(self, stream: Stream, done: Pass) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
-        """All Units in reverse: yields each with the finished gradients of the weights it owns."""
+    def backward(self, stream: Stream, done: Pass, scale: float = 1.0) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
+        """All Units in reverse: yields each with the finished gradients of the weights it owns.
+
+        The loss is multiplied by `scale` (a power of two) on the way, which the gradients are divided by.
+        """
         head = self.loss.loss
-        gradients = [{head: torch.ones_like(values[head])} for values in done.values]
+        gradients = [{head: torch.full_like(values[head], scale)} for values in done.values]
         pending: dict[str, Tensor] = {}
         for unit, weights in stream(reversed(self.graph.units)):
             sums: dict[str, TreeSum] = {}
@@ -89,7 +92,7 @@ class Worker:
                 use = total.total()
                 pending[name] = pending[name] + use if name in pending else use
             owned = [weight.name for weight in self.graph.owned(unit)]
-            yield unit, {name: pending.pop(name) / done.divisor for name in owned if name in pending}
+            yield unit, {name: pending.pop(name) / (done.divisor * scale) for name in owned if name in pending}
 
     def _hand_back(
         self, unit: Unit, values: dict[str, Tensor], gradients: dict[str, Tensor], of_values: dict[str, Tensor]

@@ -84,7 +84,7 @@ class Store:
             for name, gradient in gradients.items():
                 parts = opened[name]
                 state = {field: tensor for field, tensor in parts.items() if field != WIRE}
-                self.optimizer.update(parts[WIRE], gradient, state, lr=lr, step=step)
+                self.optimizer.update(name, parts[WIRE], gradient, state, lr=lr, step=step)
 
     def prefetch_update(self, unit: Unit) -> None:
         """A hint that `update(unit)` comes soon."""
@@ -154,7 +154,8 @@ def fields(graph: Graph, optimizer: Optimizer) -> list[FieldSpec]:
             end = segment.offset + padded(_elements(segment.shape))
             sizes[segment.key] = max(sizes.get(segment.key, 0), end)
     ordered = sorted(sizes, key=lambda key: (key[1] != WIRE, key[0], key[1]))
-    return [FieldSpec(key, sizes[key], torch.float32) for key in ordered]
+    dtypes = {WIRE: torch.float32}
+    return [FieldSpec(key, sizes[key], dtypes.get(key[1], optimizer.state_dtype)) for key in ordered]
 
 
 def _elements(shape: Shape) -> int:
