@@ -92,7 +92,15 @@ def test_transformers_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(theirs.eval()(ids()).logits, expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(load_folder(tmp_path / "out").eval()(ids()), expected), "and back again it is the same"
     again = config_from_folder(tmp_path / "out")
-    for field in ("tied", "kv_heads", "head_size", "feed_forward_size", "nonlinearity", "sliding_window", "rope_scaling"):
+    for field in (
+        "tied",
+        "kv_heads",
+        "head_size",
+        "feed_forward_size",
+        "nonlinearity",
+        "sliding_window",
+        "rope_scaling",
+    ):
         assert getattr(again, field) == getattr(config, field)
 
 
@@ -139,9 +147,9 @@ def test_what_transformers_does_not_compute_is_refused(change: dict[str, Any], m
 def test_nothing_is_left_of_a_failed_export(tmp_path: Path) -> None:
     config = MODELS["llama"][1]
     folder = saved(random_model(config), config, tmp_path / "run", shard_bytes=20_000)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("keep me")
     with pytest.raises(UserError, match=r"out exists: choose another folder"):
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "mine.txt").write_text("keep me")
         export(open_model(folder), tmp_path / "out")
     assert (tmp_path / "out" / "mine.txt").read_text() == "keep me"
     stored = open_model(folder)
@@ -178,6 +186,7 @@ def peak_during(work):
     return max(peaks) - before
 
 source, out, run = map(Path, sys.argv[1:])
+export(open_model(source), out.with_name("warm_up"), shard_bytes=4 << 20)  # torch loads parts of itself on first use
 print(peak_during(lambda: export(open_model(source), out, shard_bytes=4 << 20)))
 print(peak_during(lambda: import_model(open_model(out), run, shard_bytes=4 << 20)))
 """
