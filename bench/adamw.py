@@ -22,8 +22,8 @@ def main() -> None:
     print(f"copy             {8 * n / copy_s / 1e9:7.1f} GB/s read + written")
     wire, remainder = split(source)
     m, v, gradient = torch.zeros(n), torch.zeros(n), torch.randn(n).bfloat16()
-    step = AdamWStep(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, divisor=1.0)
-    weight = Halves(wire, remainder, m, v, gradient, True)
+    step = AdamWStep(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, step=10, divisor=1.0)
+    weight = Halves(wire, remainder, m, v, gradient, 0.1)
     for threads in args.threads:
         ours_s = best(lambda t=threads: adamw([weight], step, threads=t))
         print(f"ours, {threads:3} threads {rate(n, ours_s, 26)}")

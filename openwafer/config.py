@@ -71,13 +71,7 @@ def parse(cls: type[T], mapping: Any, where: str = "") -> T:
 def convert(value: Any, kind: Any, name: str, metadata: Mapping[str, Any] = types.MappingProxyType({})) -> Any:
     """`value` as `kind` within the limits in `metadata`, or a UserError that names the field."""
     if typing.get_origin(kind) in (Union, types.UnionType):
-        inner = [arg for arg in typing.get_args(kind) if arg is not type(None)]
-        if value is None:
-            if len(inner) == len(typing.get_args(kind)):
-                raise UserError(f"{name} must not be empty")
-            return None
-        assert len(inner) == 1, f"{name}: only `X | None` is supported, not {kind}"
-        kind = inner[0]
+        return _any_of(value, typing.get_args(kind), name, metadata)
     if typing.get_origin(kind) is Literal:
         return _one_of(value, typing.get_args(kind), name)
     if typing.get_origin(kind) is tuple:
@@ -100,6 +94,23 @@ def convert(value: Any, kind: Any, name: str, metadata: Mapping[str, Any] = type
     if metadata.get("choices") is not None:
         _one_of(result, metadata["choices"], name)
     return _within(result, metadata.get("minimum"), metadata.get("maximum"), name)
+
+
+def _any_of(value: Any, kinds: tuple[Any, ...], name: str, metadata: Mapping[str, Any]) -> Any:
+    """`value` as the first of `kinds` that takes it; None only where it is among them."""
+    if value is None:
+        if type(None) not in kinds:
+            raise UserError(f"{name} must not be empty")
+        return None
+    reasons = []
+    for kind in kinds:
+        if kind is type(None):
+            continue
+        try:
+            return convert(value, kind, name, metadata)
+        except UserError as error:
+            reasons.append(str(error))
+    raise UserError("; or ".join(reasons))
 
 
 def _scalar(value: Any, kind: Any, name: str) -> Any:

@@ -56,6 +56,29 @@ def load_params(source: str | Path, flags: Mapping[str, Mapping[str, Any]] | Non
     return build_params(mapping, flags)
 
 
+def run_params(source: str | Path | None, flags: Mapping[str, Mapping[str, Any]]) -> Params:
+    """The params of a run: as `load_params`, but a model that is not described is the one in the model_dir.
+
+    Without a file everything is taken from the newest checkpoint there, so an imported model can be trained and
+    an interrupted run goes on by the name of its folder alone.
+    """
+    mapping = {} if source is None else load_yaml(find_params(source)) or {}
+    sections = _sections(mapping)
+    if sections["model"]:
+        return build_params(mapping, flags)
+    from openwafer.checkpoint import Checkpoint, latest
+
+    train = parse(TrainConfig, {**sections["train"], **flags.get("train", {})}, "train")
+    newest = latest(train.model_dir)
+    if newest is None:
+        where = "give --params" if source is None else f"{source} describes no model"
+        raise UserError(f"{where}: {train.model_dir} has no checkpoint to take the model from")
+    stored = Checkpoint.open(newest).meta.get("params", {})
+    base = stored if source is None else {**sections, "model": stored.get("model")}
+    flags = {**flags, "train": {**flags.get("train", {}), "model_dir": train.model_dir}}
+    return build_params(base, flags)
+
+
 def build_params(mapping: Any, flags: Mapping[str, Mapping[str, Any]] | None = None) -> Params:
     """Params from the contents of a file."""
     sections = _sections(mapping)

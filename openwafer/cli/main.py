@@ -20,7 +20,10 @@ COMMANDS = {
     "train": "train a model",
     "pull": "fetch a model or a corpus",
     "chat": "generate text with a model",
+    "import": "make a Hugging Face or GGUF model trainable",
+    "export": "write a trained model as a Hugging Face folder",
 }
+_MODULES = {"import": "import_model"}  # where the command's name is no name for a module
 
 
 class Parser(argparse.ArgumentParser):
@@ -93,7 +96,7 @@ def _dispatch(argv: list[str]) -> None:
     elif argv[0] == "--version":
         print(f"openwafer {__version__}")
     elif argv[0] in COMMANDS:
-        command = importlib.import_module(f"openwafer.cli.{argv[0]}")
+        command = importlib.import_module(f"openwafer.cli.{_MODULES.get(argv[0], argv[0])}")
         parser = Parser(prog=f"openwafer {argv[0]}", description=command.__doc__)
         command.add_arguments(parser)
         command.run(parser.parse_args(argv[1:]))

@@ -26,17 +26,19 @@ _TRAIN_FLAGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--params", required=True, metavar="FILE", help="params file, or a preset such as gpt_tiny")
+    parser.add_argument(
+        "--params", metavar="FILE", help="params file, or a preset such as gpt_tiny (default: those of the checkpoint)"
+    )
     add_flags(parser, TrainConfig, _TRAIN_FLAGS)
     add_flags(parser, OptimizerConfig, ("lr",))
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
 def run(args: argparse.Namespace) -> None:
-    from openwafer.params import load_params
+    from openwafer.params import run_params
 
     flags = {"train": flag_values(TrainConfig, args), "optimizer": flag_values(OptimizerConfig, args)}
-    params = load_params(args.params, flags)
+    params = run_params(args.params, flags)
 
     from openwafer.train.job import Job, JobConfig
 

@@ -181,6 +181,10 @@ class CudaLink:
             self.inbox.versions[key] = numbers.step
         self.updater.post(parcel, numbers)
 
+    def discard(self, parcel: Arrival) -> None:
+        parcel.wait()
+        parcel.recycle()
+
     def drain(self) -> None:
         self.updater.drain()
 

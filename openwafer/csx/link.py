@@ -34,6 +34,10 @@ class Link(Protocol):
         """Update the Unit with gradients that were sent; may return before it is done."""
         ...
 
+    def discard(self, parcel: Parcel) -> None:
+        """Forget gradients that were sent."""
+        ...
+
     def drain(self) -> None:
         """Until every update is done."""
         ...
@@ -57,6 +61,9 @@ class DirectLink:
     def apply(self, parcel: Parcel, numbers: UpdateNumbers) -> None:
         unit, gradients = parcel
         self.store.update(unit, gradients, numbers)
+
+    def discard(self, parcel: Parcel) -> None:
+        pass
 
     def drain(self) -> None:
         pass

@@ -65,13 +65,14 @@ class Worker:
         self._sum_loss(done)
         return done
 
-    def backward(self, stream: Stream, done: Pass) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
+    def backward(self, stream: Stream, done: Pass, scale: float = 1.0) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
         """All Units in reverse: yields each with the finished sums of gradients of the weights it owns.
 
-        The sums are fp32, or the compute type when there is one micro-batch and so nothing to sum.
+        The sums are fp32, or the compute type when there is one micro-batch and so nothing to sum. The loss is
+        multiplied by `scale` (a power of two) on the way, and so are the sums.
         """
         head = self.loss.loss
-        gradients = [{head: torch.ones_like(values[head])} for values in done.values]
+        gradients = [{head: torch.full_like(values[head], scale)} for values in done.values]
         pending: dict[str, Tensor] = {}
         for unit, weights in stream(reversed(self.graph.units)):
             sums: dict[str, TreeSum] = {}

@@ -23,7 +23,6 @@ class AdamWStep:
     beta1: float
     beta2: float
     eps: float
-    weight_decay: float
     step: int  # from 1
     divisor: float = 1.0  # gradients are divided by this
     factor: float = 1.0  # and multiplied by this (clipping)
@@ -36,8 +35,8 @@ class AdamWStep:
     def inverse_root(self) -> float:
         return _fp32(1.0 / math.sqrt(1.0 - self.beta2**self.step))
 
-    def keep(self, decays: bool) -> float:
-        return _fp32(1.0 - self.lr * self.weight_decay) if decays else 1.0
+    def keep(self, weight_decay: float) -> float:
+        return _fp32(1.0 - self.lr * weight_decay)
 
 
 class Halves(NamedTuple):
@@ -48,7 +47,7 @@ class Halves(NamedTuple):
     m: Tensor
     v: Tensor
     gradient: Tensor  # bf16 or fp32
-    decays: bool
+    weight_decay: float
 
 
 class _Weight(ctypes.Structure):
@@ -73,7 +72,7 @@ def adamw(weights: Sequence[Halves], step: AdamWStep, *, threads: int | None = N
         tensors = (weight.wire, weight.remainder, weight.m, weight.v, weight.gradient)
         assert all(t.is_contiguous() and t.device.type == "cpu" and t.numel() == weight.wire.numel() for t in tensors)
         slot.wire, slot.remainder, slot.m, slot.v, slot.gradient = (t.data_ptr() for t in tensors)
-        slot.n, slot.keep = weight.wire.numel(), step.keep(weight.decays)
+        slot.n, slot.keep = weight.wire.numel(), step.keep(weight.weight_decay)
     numbers = (step.divisor, step.factor, step.beta1, step.beta2, step.inverse_root, step.eps, step.rate)
     is_bf16 = int(bool(weights) and weights[0].gradient.dtype is torch.bfloat16)
     arguments = map(ctypes.c_float, numbers)
@@ -89,16 +88,16 @@ def default_threads() -> int:
 def _pieces(weight: Halves) -> list[Halves]:
     tensors = (weight.wire, weight.remainder, weight.m, weight.v, weight.gradient)
     pieces = zip(*(t.split(_PIECE) for t in tensors), strict=True)
-    return [Halves(wire, remainder, m, v, gradient, weight.decays) for wire, remainder, m, v, gradient in pieces]
+    return [Halves(wire, remainder, m, v, gradient, weight.weight_decay) for wire, remainder, m, v, gradient in pieces]
 
 
 def adamw_reference(weight: Halves, step: AdamWStep) -> bool:
     """The definition, in torch operations rounded one by one; runs on any device with the same bits."""
-    wire, remainder, m, v, gradient, decays = weight
+    wire, remainder, m, v, gradient, weight_decay = weight
     high = wire.view(torch.int16).to(torch.int32) << 16
     master = (high + remainder.to(torch.int32)).view(torch.float32)
     g = gradient.float() / step.divisor * step.factor
-    kept = master * step.keep(decays)
+    kept = master * step.keep(weight_decay)
     m.copy_(m * _fp32(step.beta1) + g * _one_minus(step.beta1))
     v.copy_(v * _fp32(step.beta2) + g * g * _one_minus(step.beta2))
     denominator = v.sqrt() * step.inverse_root + _fp32(step.eps)

@@ -3,11 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from openwafer.errors import UserError
 from openwafer.kernels.adamw import AdamWStep, Halves, adamw, adamw_reference
-from openwafer.memoryx.optimizer import AdamW, Optimizer
+from openwafer.memoryx.optimizer import Optimizer
+from openwafer.memoryx.optimizers.adam import AdamW
 from openwafer.memoryx.update import UpdateNumbers
 from openwafer.memoryx.wire import merge, split
 
@@ -15,6 +17,7 @@ from openwafer.memoryx.wire import merge, split
 class Item(NamedTuple):
     """One weight of a Unit, in its own shape, with its summed gradient and its state."""
 
+    name: str
     wire: Tensor
     remainder: Tensor
     gradient: Tensor
@@ -23,33 +26,39 @@ class Item(NamedTuple):
 
 def update_halves(optimizer: Optimizer, items: Sequence[Item], numbers: UpdateNumbers) -> None:
     """A Unit's weights in place. AdamW has a kernel of its own; any other works on the merged fp32 master."""
-    if isinstance(optimizer, AdamW):
-        _adamw(optimizer, items, numbers)
+    is_fp32 = optimizer.state_dtype == torch.float32
+    if isinstance(optimizer.rule, AdamW) and is_fp32 and numbers.max_value is None:
+        for lr_scale in sorted({optimizer.lr_scale(item.name) for item in items}):
+            _adamw(optimizer, [i for i in items if optimizer.lr_scale(i.name) == lr_scale], lr_scale, numbers)
         return
     for item in items:
         master = merge(item.wire, item.remainder)
-        optimizer.update(master, scaled(item.gradient, numbers), item.state, lr=numbers.lr, step=numbers.step)
+        mean = scaled(item.gradient, numbers)
+        optimizer.update(item.name, master, mean, item.state, lr=numbers.lr, step=numbers.step)
         wire, remainder = split(master)
         item.wire.copy_(wire)
         item.remainder.copy_(remainder)
 
 
-def _adamw(optimizer: AdamW, items: Sequence[Item], numbers: UpdateNumbers) -> None:
-    config = optimizer.config
+def _adamw(optimizer: Optimizer, items: Sequence[Item], lr_scale: float, numbers: UpdateNumbers) -> None:
+    options = optimizer.config.options
     step = AdamWStep(
-        lr=numbers.lr,
-        beta1=config.beta1,
-        beta2=config.beta2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
+        lr=numbers.lr * lr_scale,
+        beta1=options["beta1"],
+        beta2=options["beta2"],
+        eps=options["eps"],
         step=numbers.step,
-        divisor=float(numbers.divisor),
+        divisor=numbers.divisor,
         factor=1.0 if numbers.factor is None else numbers.factor,
     )
     weights = [
         Halves(
-            *(t.view(-1) for t in (item.wire, item.remainder, item.state["m"], item.state["v"], item.gradient)),
-            decays=item.wire.dim() >= 2,
+            item.wire.view(-1),
+            item.remainder.view(-1),
+            item.state["m"].view(-1),
+            item.state["v"].view(-1),
+            item.gradient.view(-1),
+            optimizer.decay(item.name, item.wire),
         )
         for item in items
     ]
@@ -65,6 +74,8 @@ def _adamw(optimizer: AdamW, items: Sequence[Item], numbers: UpdateNumbers) -> N
 
 
 def scaled(gradient: Tensor, numbers: UpdateNumbers) -> Tensor:
-    """The gradient as the optimizer sees it: fp32, divided, and clipped if need be."""
+    """The gradient as the optimizer sees it: fp32, divided, and limited if need be."""
     mean = gradient.float() / numbers.divisor
+    if numbers.max_value is not None:
+        return mean.clamp_(-numbers.max_value, numbers.max_value)
     return mean if numbers.factor is None else mean * numbers.factor

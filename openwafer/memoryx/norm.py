@@ -34,3 +34,11 @@ def clip_factor(norm: float, max_norm: float | None) -> float | None:
     if max_norm is None or norm <= max_norm:
         return None
     return float(torch.tensor(max_norm / (norm + 1e-6), dtype=torch.float32))
+
+
+def clipped(gradient: Tensor, norm: float, max_norm: float | None, max_value: float | None) -> Tensor:
+    """A gradient cut down by the global norm or by element, or itself; `max_value` works in place."""
+    if max_value is not None:
+        return gradient.clamp_(-max_value, max_value)
+    factor = clip_factor(norm, max_norm)
+    return gradient if factor is None else gradient * factor

@@ -103,10 +103,10 @@ class Store:
                 parts = dict(opened[name])
                 wire, remainder = parts.pop(WIRE), parts.pop(REMAINDER, None)
                 if remainder is not None:
-                    halves.append(Item(wire, remainder, gradient, parts))
+                    halves.append(Item(name, wire, remainder, gradient, parts))
                 else:
                     mean = scaled(gradient, numbers)
-                    self.optimizer.update(wire, mean, parts, lr=numbers.lr, step=numbers.step)
+                    self.optimizer.update(name, wire, mean, parts, lr=numbers.lr, step=numbers.step)
             if halves:
                 update_halves(self.optimizer, halves, numbers)
 
@@ -195,7 +195,7 @@ def fields(graph: Graph, optimizer: Optimizer, wire: Wire = "fp32") -> list[Fiel
             end = segment.offset + padded(_elements(segment.shape))
             sizes[segment.key] = max(sizes.get(segment.key, 0), end)
     ordered = sorted(sizes, key=lambda key: (key[1] != WIRE, key[0], key[1]))
-    return [FieldSpec(key, sizes[key], _DTYPES[wire].get(key[1], torch.float32)) for key in ordered]
+    return [FieldSpec(key, sizes[key], _DTYPES[wire].get(key[1], optimizer.state_dtype)) for key in ordered]
 
 
 def _elements(shape: Shape) -> int:

@@ -15,8 +15,9 @@ class UpdateNumbers:
 
     lr: float
     step: int  # from 1
-    divisor: int  # gradients are divided by this
-    factor: float | None = None  # then multiplied by this, when they are clipped
+    divisor: float  # summed gradients are divided by this
+    factor: float | None = None  # then multiplied by this, when they are clipped by their norm
+    max_value: float | None = None  # or each element is limited to this
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,15 +36,17 @@ def config_from_folder(path: Path | str) -> ModelConfig:
 
 def load_folder(path: Path | str, dtype: torch.dtype | None = None) -> nn.Module:
     """The model in the folder, with its weights in `dtype` (default: the one `config.json` names)."""
-    raw, where = _raw_config(Path(path))
-    config = config_from(raw, where)
-    if dtype is None:
-        text = raw.get("text_config") or {}
-        named = [str(part.get(key)) for part in (raw, text) for key in ("dtype", "torch_dtype")]
-        dtype = next((_DTYPES[name] for name in named if name in _DTYPES), None)
     with torch.device("meta"):
-        module = build(config)
-    return assign(module, iter_tensors(path), str(path), dtype)
+        module = build(config_from_folder(path))
+    return assign(module, iter_tensors(path), str(path), dtype or dtype_of_folder(path))
+
+
+def dtype_of_folder(path: Path | str) -> torch.dtype | None:
+    """The type that `config.json` names for the weights, if it names one."""
+    raw, _ = _raw_config(Path(path))
+    text = raw.get("text_config") or {}
+    named = [str(part.get(key)) for part in (raw, text) for key in ("dtype", "torch_dtype")]
+    return next((_DTYPES[name] for name in named if name in _DTYPES), None)
 
 
 def iter_tensors(path: Path | str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,6 +1,6 @@
 """A model and its tokenizer from whatever holds one: a file, a folder, or the name of a pulled model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +20,23 @@ Loaded = tuple[nn.Module, Tokenizer | None]
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredModel:
+    """A model at rest: described, but with no weight read."""
+
+    path: Path
+    config: ModelConfig
+    tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]  # (name in our module, tensor), one at a time
+    tokenizer: Callable[[], Tokenizer | None]
+    dtype: torch.dtype | None = None  # of the loaded weights unless asked otherwise; None: as they are stored
+
+
+@dataclass(frozen=True, kw_only=True)
 class Source:
-    """One kind of thing that holds a model; `matches` looks, `load` reads."""
+    """One kind of thing that holds a model; `matches` looks, `open` reads the description."""
 
     kind: str
     matches: Callable[[Path], bool]
-    load: Callable[[Path, torch.dtype | None], Loaded]
+    open: Callable[[Path], StoredModel]
 
 
 def load(path_or_name: str | Path, dtype: torch.dtype | None = None) -> Loaded:
@@ -33,10 +44,18 @@ def load(path_or_name: str | Path, dtype: torch.dtype | None = None) -> Loaded:
 
     GGUF weights that are stored quantised become fp32.
     """
+    stored = open_model(path_or_name)
+    with torch.device("meta"):
+        module = build(stored.config)
+    return assign(module, stored.tensors(), str(stored.path), dtype or stored.dtype), stored.tokenizer()
+
+
+def open_model(path_or_name: str | Path) -> StoredModel:
+    """The model in a file or folder, or of the name of a pulled model."""
     path = _found(path_or_name)
     for source in SOURCES:
         if source.matches(path):
-            return source.load(path, dtype)
+            return source.open(path)
     kinds = "; ".join(source.kind for source in SOURCES)
     raise UserError(f"{path} is none of the things that hold a model: {kinds}")
 
@@ -52,47 +71,65 @@ def _found(path_or_name: str | Path) -> Path:
     raise UserError(f"no file or folder {name}, and {unknown(f'model {name!r}', name, MODELS)}")
 
 
-def _load_gguf(path: Path, dtype: torch.dtype | None) -> Loaded:
-    from openwafer.models.gguf import load_gguf
+def _open_gguf(path: Path) -> StoredModel:
+    from openwafer.models.gguf import config_from_gguf, iter_tensors
     from openwafer.models.gguf_file import GgufFile
     from openwafer.models.gguf_tokenizer import tokenizer_from_gguf
 
     has_tokenizer = "tokenizer.ggml.model" in GgufFile(path).metadata
-    return load_gguf(path, dtype), tokenizer_from_gguf(path) if has_tokenizer else None
+    return StoredModel(
+        path=path,
+        config=config_from_gguf(path),
+        tensors=lambda: iter_tensors(path),
+        tokenizer=lambda: tokenizer_from_gguf(path) if has_tokenizer else None,
+    )
 
 
-def _load_gguf_folder(path: Path, dtype: torch.dtype | None) -> Loaded:
+def _open_gguf_folder(path: Path) -> StoredModel:
     (file,) = path.glob("*.gguf")
-    return _load_gguf(file, dtype)
+    return _open_gguf(file)
 
 
-def _load_huggingface(path: Path, dtype: torch.dtype | None) -> Loaded:
-    from openwafer.models.huggingface import load_folder
+def _open_huggingface(path: Path) -> StoredModel:
+    from openwafer.models.huggingface import config_from_folder, dtype_of_folder, iter_tensors
 
     has_tokenizer = (path / "tokenizer.json").is_file()
-    return load_folder(path, dtype), Tokenizer.from_folder(path) if has_tokenizer else None
+    return StoredModel(
+        path=path,
+        config=config_from_folder(path),
+        tensors=lambda: iter_tensors(path),
+        tokenizer=lambda: Tokenizer.from_folder(path) if has_tokenizer else None,
+        dtype=dtype_of_folder(path),
+    )
 
 
-def _load_checkpoint(path: Path, dtype: torch.dtype | None) -> Loaded:
+def _open_checkpoint(path: Path) -> StoredModel:
     """One of our checkpoints: the params it was trained with say which model it is."""
     stored = Checkpoint.open(path)
     try:
         mapping = stored.meta["params"]["model"]
     except (KeyError, TypeError):
         raise UserError(f"{path} does not say which model it holds (meta.params.model is missing)") from None
-    with torch.device("meta"):
-        module = build(parse(ModelConfig, mapping, "model"))
     prefix = "weights/"
-    tensors = ((name.removeprefix(prefix), stored.read(name)) for name in stored.names(prefix))
-    tokenizer = Tokenizer.from_json(stored.tokenizer) if stored.tokenizer is not None else None
-    return assign(module, tensors, str(path), dtype), tokenizer
+
+    def tokenizer() -> Tokenizer | None:
+        if stored.tokenizer is None:
+            return None
+        return Tokenizer.from_json(stored.tokenizer, stored.meta.get("tokenizer"))
+
+    return StoredModel(
+        path=path,
+        config=parse(ModelConfig, mapping, "model"),
+        tensors=lambda: ((name.removeprefix(prefix), stored.read(name)) for name in stored.names(prefix)),
+        tokenizer=tokenizer,
+    )
 
 
-def _load_model_dir(path: Path, dtype: torch.dtype | None) -> Loaded:
+def _open_model_dir(path: Path) -> StoredModel:
     newest = latest(path)
     if newest is None:
         raise UserError(f"{path} has no whole checkpoint: train longer, or name another folder")
-    return _load_checkpoint(newest, dtype)
+    return _open_checkpoint(newest)
 
 
 def _is_gguf(path: Path) -> bool:
@@ -108,25 +145,25 @@ def _is_gguf(path: Path) -> bool:
 
 # The first that matches is taken.
 SOURCES = [
-    Source(kind="a GGUF file", matches=_is_gguf, load=_load_gguf),
+    Source(kind="a GGUF file", matches=_is_gguf, open=_open_gguf),
     Source(
         kind="a checkpoint (manifest.json)",
         matches=lambda path: (path / "manifest.json").is_file(),
-        load=_load_checkpoint,
+        open=_open_checkpoint,
     ),
     Source(
         kind="a model_dir of openwafer train",
         matches=lambda path: (path / "checkpoints").is_dir(),
-        load=_load_model_dir,
+        open=_open_model_dir,
     ),
     Source(
         kind="a Hugging Face folder (config.json)",
         matches=lambda path: (path / "config.json").is_file(),
-        load=_load_huggingface,
+        open=_open_huggingface,
     ),
     Source(
         kind="a folder with one GGUF file",
         matches=lambda path: len(list(path.glob("*.gguf"))) == 1,
-        load=_load_gguf_folder,
+        open=_open_gguf_folder,
     ),
 ]

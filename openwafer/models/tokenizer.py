@@ -71,10 +71,15 @@ class Tokenizer:
     def _text_of(self, token_id: int | None) -> str:
         return "" if token_id is None else self.backend.id_to_token(token_id) or ""
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a tokenizer.json does not hold, as JSON."""
+        return {"chat_template": self.chat_template, "bos_id": self.bos_id, "eos_ids": list(self.eos_ids)}
+
     @classmethod
-    def from_json(cls, path: Path) -> "Tokenizer":
-        """A bare tokenizer.json: no chat template, no begin and end ids."""
-        return cls(read_backend(path))
+    def from_json(cls, path: Path, settings: dict[str, Any] | None = None) -> "Tokenizer":
+        """A bare tokenizer.json; without `settings` there is no chat template and no begin and end ids."""
+        return cls(read_backend(path), **settings or {})
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":

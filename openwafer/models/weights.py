@@ -1,11 +1,20 @@
 """Weights: named tensors from any file, put into a module that was built on the meta device."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from openwafer.errors import UserError
+
+
+@dataclass(frozen=True)
+class Matched:
+    """A tensor that has its place in a module: all names of that one parameter, the first being the main one."""
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
 
 
 def assign(
@@ -17,37 +26,49 @@ def assign(
     """Make `tensors` the parameters of `module` and return it; `source` names the file or folder in errors.
 
     Tensors are taken one at a time and not copied unless `dtype` (default: each tensor's own) asks for it, so
-    a lazy iterable keeps memory bounded. Names that share one parameter (a tied head) need one tensor; if
-    both are given they must be equal.
+    a lazy iterable keeps memory bounded.
+    """
+    for matched in match(module, tensors, source):
+        old = module.get_parameter(matched.names[0])
+        new = nn.Parameter(matched.tensor if dtype is None else matched.tensor.to(dtype), old.requires_grad)
+        for alias in matched.names:
+            owner, _, leaf = alias.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, new)
+    _fill_buffers(module)
+    return module
+
+
+def match(module: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> Iterator[Matched]:
+    """Each parameter of `module` with its tensor, checked, in the order the tensors come.
+
+    Names that share one parameter (a tied head) need one tensor; if both are given they must be equal. At the
+    end none may be missing.
     """
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(name)
-    target_of = {name: parameter for parameter, names in names_of.items() for name in names}
-    done: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
+    targets = {name: parameter for parameter, names in names_of.items() for name in names}
+    shared: dict[nn.Parameter, tuple[str, torch.Tensor]] = {}  # kept to be compared with their twins
+    done: set[nn.Parameter] = set()
     for name, tensor in tensors:
-        target = target_of.get(name)
+        target = targets.get(name)
         if target is None:
             raise UserError(f"{source}: tensor {name!r} has no place in this model (wrong configuration?)")
         _check(name, tensor, target, source)
-        if dtype is not None:
-            tensor = tensor.to(dtype)
+        if target in shared:
+            _check_same(name, tensor, *shared[target], source)
         if target in done:
-            _check_same(name, tensor, *done[target], source)
             continue
-        new = nn.Parameter(tensor, requires_grad=target.requires_grad)
-        done[target] = name, new
-        for alias in names_of[target]:
-            owner, _, leaf = alias.rpartition(".")
-            setattr(module.get_submodule(owner), leaf, new)
+        done.add(target)
+        if len(names_of[target]) > 1:
+            shared[target] = name, tensor
+        yield Matched(tuple(names_of[target]), tensor)
     missing = [names[0] for parameter, names in names_of.items() if parameter not in done]
     if missing:
         raise UserError(
             f"{source}: {len(missing)} of {len(names_of)} tensors are missing: {', '.join(missing[:5])}"
             f"{', ...' if len(missing) > 5 else ''}"
         )
-    _fill_buffers(module)
-    return module
 
 
 def _check(name: str, tensor: torch.Tensor, target: torch.Tensor, source: str) -> None:

@@ -22,6 +22,7 @@ class StepResult:
     loss: float  # mean over the global batch
     grad_norm: float  # before clipping
     lr: float
+    skipped: bool = False  # the step was vetoed: nothing was changed
 
 
 class Engine(Protocol):
@@ -36,7 +37,7 @@ class Engine(Protocol):
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """`weights/<name>`, `buffers/<name>` and `optimizer/<kind>/<name>`; each valid until the next."""
+        """`weights/<name>`, `buffers/<name>`, `optimizer/<kind>/<name>` and `guard/state`, one at a time."""
         ...
 
 

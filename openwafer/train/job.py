@@ -24,11 +24,13 @@ from openwafer.errors import UserError
 from openwafer.graph import Graph, capture
 from openwafer.graph.deferred import deferred, initialise
 from openwafer.memoryx.config import OptimizerConfig
+from openwafer.memoryx.groups import with_groups
 from openwafer.memoryx.optimizer import make_optimizer
 from openwafer.memoryx.store import Store, fields
 from openwafer.memoryx.tier import DramTier
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
+from openwafer.train import guard
 from openwafer.train.config import TrainConfig
 from openwafer.train.engine import MicroBatch
 from openwafer.train.metrics import MetricsLog, StepMetrics
@@ -81,8 +83,9 @@ class Job:
         self.context = context
         with deferred():
             self.module = build(config.model)
-        self.graph = self._capture(training=True)
+        self.graph = with_groups(self._capture(training=True), config.optimizer.groups)
         self.resumed = checkpoint.latest(train.model_dir)
+        self.kept_meta: dict[str, Any] = {}  # filled from the checkpoint: what came with imported weights
         self.engine = self._engine()
 
     def run(self) -> JobResult:
@@ -162,11 +165,24 @@ class Job:
             return Streamed(self.graph, store, values, config.optimizer, schedule, seed)
         stored = checkpoint.Checkpoint.open(self.resumed)
         self._check_same_model(stored)
-        restore(store, stored.read)
-        values = {name: stored.read(f"buffers/{name}") for name in buffers}
-        return Streamed(self.graph, store, values, config.optimizer, schedule, seed, num_steps_done=stored.step)
+        names = set(stored.names())
+        restore(store, stored.read, with_state=stored.step > 0)
+        # Imported weights come without the buffers that the model computes for itself.
+        values = dict(initialise(self.module, [name for name in buffers if f"buffers/{name}" not in names], seed))
+        values |= {name: stored.read(f"buffers/{name}") for name in buffers if name not in values}
+        engine = Streamed(self.graph, store, values, config.optimizer, schedule, seed, num_steps_done=stored.step)
+        if guard.STATE in names:
+            engine.guard.restore(stored.read(guard.STATE))
+        self.kept_meta = {key: value for key, value in stored.meta.items() if key != "params"}
+        return engine
 
     def _check_same_model(self, stored: checkpoint.Checkpoint) -> None:
+        kinds = [params.get("optimizer", {}).get("kind") for params in (stored.meta["params"], self.config.params)]
+        if stored.step > 0 and None not in kinds and kinds[0] != kinds[1]:
+            raise UserError(
+                f"{self.resumed} was trained with the optimizer {kinds[0]}, not {kinds[1]}, whose state it has not: "
+                f"go on with {kinds[0]}, or start anew in another --model_dir"
+            )
         before, now = stored.meta["params"]["model"], self.config.params["model"]
         changed = [key for key in now if now[key] != before.get(key)]
         if changed:
@@ -182,7 +198,7 @@ class Job:
             train.model_dir,
             self.engine.num_steps_done,
             self.engine.tensors(),
-            {"params": self.config.params},
+            {"params": self.config.params, **self.kept_meta},
             tokenizer=self.train_shards.tokenizer,
             keep=train.keep_checkpoints,
         )

@@ -7,10 +7,10 @@ Streamed training must equal this bit for bit, on any number of workers and any 
 2. The gradient of each use of a weight is summed over micro-batches along one fixed tree (`tree.py`), and
    the uses of a weight are added in reverse Unit order.
 3. Gradients are divided by the number of micro-batches, or by the global count when the model returns
-   `(loss_sum, count)`.
+   `(loss_sum, count)`, and by the loss scale that backward started from.
 4. The global norm is taken over fixed blocks (`norm.py`), gradients are clipped, the optimizer is applied.
 
-A step that meets a NaN or an infinity changes nothing.
+A step that meets a NaN or an infinity changes no weight, no buffer and no optimizer state (`guard.py`).
 """
 
 import math
@@ -27,8 +27,9 @@ from openwafer.graph import Graph, Unit
 from openwafer.graph.randomness import seed_of
 from openwafer.graph.run import backward, bind_inputs, forward
 from openwafer.memoryx.config import OptimizerConfig
-from openwafer.memoryx.norm import block_sums, clip_factor, global_norm
+from openwafer.memoryx.norm import block_sums, clipped, global_norm
 from openwafer.memoryx.optimizer import make_optimizer
+from openwafer.train import guard
 from openwafer.train.engine import MicroBatch, StepResult, mean_loss
 
 
@@ -39,7 +40,7 @@ class State:
     weights: dict[str, Tensor]
     buffers: dict[str, Tensor]
     optimizer: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # weight → kind of state → value
-    step: int = 0  # updates done
+    step: int = 0  # steps done
 
 
 @dataclass(eq=False)
@@ -56,9 +57,12 @@ class Reference:
     def __post_init__(self) -> None:
         self.loss = find_loss(self.graph)
         self.optimizer = make_optimizer(self.config)
+        self.guard = guard.Guard(self.config)
+        dtype = self.optimizer.state_dtype
         for name in self.trained:
             shapes = self.optimizer.state_shapes(tuple(self.state.weights[name].shape))
-            self.state.optimizer.setdefault(name, {kind: torch.zeros(shape) for kind, shape in shapes.items()})
+            zeros = {kind: torch.zeros(shape, dtype=dtype) for kind, shape in shapes.items()}
+            self.state.optimizer.setdefault(name, zeros)
 
     @property
     def trained(self) -> list[str]:
@@ -69,17 +73,17 @@ class Reference:
         with torch.random.fork_rng(devices=[]):  # Units set the random state; the caller keeps its own
             gradients, buffers, loss = self._gradients(micro_batches)
         norm = global_norm(block_sums(gradient) for gradient in gradients.values())
-        self._check_finite(loss, norm, gradients)
-        factor = clip_factor(norm, self.config.max_grad_norm)
         lr = self.config.lr * self.schedule(self.state.step)
+        is_good = self.guard.judge(loss, norm, lambda: self._not_finite(loss, gradients))
+        if is_good:
+            update = self.state.step - self.guard.num_skipped + 1
+            for name, gradient in gradients.items():
+                gradient = clipped(gradient, norm, self.config.max_grad_norm, self.config.max_grad_value)
+                state = self.state.optimizer[name]
+                self.optimizer.update(name, self.state.weights[name], gradient, state, lr=lr, step=update)
+            self.state.buffers.update(buffers)
         self.state.step += 1
-        for name, gradient in gradients.items():
-            clipped = gradient if factor is None else gradient * factor
-            self.optimizer.update(
-                self.state.weights[name], clipped, self.state.optimizer[name], lr=lr, step=self.state.step
-            )
-        self.state.buffers.update(buffers)
-        return StepResult(loss=loss, grad_norm=norm, lr=lr)
+        return StepResult(loss=loss, grad_norm=norm, lr=lr, skipped=not is_good)
 
     def _gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
         """Gradient of each trained weight, the buffers after the step, and the mean loss."""
@@ -92,7 +96,7 @@ class Reference:
             values, updates = forward(
                 self.graph, self.state.weights, buffers, bind_inputs(self.graph, (), dict(micro_batch)), seeder
             )
-            heads = {self.loss.loss: torch.ones_like(values[self.loss.loss])}
+            heads = {self.loss.loss: torch.full_like(values[self.loss.loss], self.guard.scale)}
             uses = backward(self.graph, self.state.weights, buffers, values, heads, seeder)
             for unit, of_weights in enumerate(uses):
                 for name, gradient in of_weights.items():
@@ -108,7 +112,8 @@ class Reference:
             for name, total in uses_of_unit.items():
                 use = total.total()
                 gradients[name] = gradients[name] + use if name in gradients else use
-        ordered = {name: gradients[name] / divisor for name in self.trained if name in gradients}
+        scaled_divisor = divisor * self.guard.scale
+        ordered = {name: gradients[name] / scaled_divisor for name in self.trained if name in gradients}
         return ordered, buffers, math.fsum(losses) / divisor
 
     def _seeder(self, micro_batch: int) -> Callable[[Unit], None]:
@@ -117,18 +122,18 @@ class Reference:
 
         return seeder
 
-    def _check_finite(self, loss: float, norm: float, gradients: dict[str, Tensor]) -> None:
-        """A NaN must not reach the weights: says where it appeared, in the order gradients arrive."""
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
+    def _not_finite(self, loss: float, gradients: dict[str, Tensor]) -> UserError:
+        """Says where it appeared, in the order gradients arrive."""
+        step = self.state.step + 1
         for unit in reversed(self.graph.units):
             for name in unit.weights:
                 if name in gradients and not torch.isfinite(gradients[name]).all():
-                    raise UserError(
-                        f"step {self.state.step + 1}: the gradient of {name!r} (Unit {unit.name!r}) is not finite "
+                    return UserError(
+                        f"step {step}: the gradient of {name!r} (Unit {unit.name!r}) is not finite "
                         f"(loss {loss}): nothing was changed; lower the learning rate or resume from a checkpoint"
                     )
-        raise UserError(f"step {self.state.step + 1}: the loss is {loss}: nothing was changed; check the data")
+        what = "the norm of the gradients overflows" if math.isfinite(loss) else "check the data"
+        return UserError(f"step {step}: the loss is {loss}: nothing was changed; {what}")
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], graph: Graph) -> float:
         """Mean loss of `graph` (the model captured in eval mode) with the current weights."""
@@ -144,3 +149,4 @@ class Reference:
         yield from ((f"buffers/{name}", tensor) for name, tensor in self.state.buffers.items())
         for name, kinds in self.state.optimizer.items():
             yield from ((f"optimizer/{kind}/{name}", tensor) for kind, tensor in kinds.items())
+        yield guard.STATE, self.guard.tensor()

@@ -20,8 +20,9 @@ from openwafer.graph.run import bind_inputs, forward_unit
 from openwafer.memoryx.config import OptimizerConfig
 from openwafer.memoryx.halves import scaled
 from openwafer.memoryx.norm import block_sums, clip_factor, global_norm
-from openwafer.memoryx.store import WIRE, Store
+from openwafer.memoryx.store import REMAINDER, WIRE, Store
 from openwafer.memoryx.update import UpdateNumbers
+from openwafer.train import guard
 from openwafer.train.engine import MicroBatch, StepResult, mean_loss
 
 
@@ -45,6 +46,7 @@ class Streamed:
         self.config = config
         self.schedule = schedule
         self.worker = Worker(graph, seed)
+        self.guard = guard.Guard(config)
         self.link = link or DirectLink(store)
         self.num_steps_done = num_steps_done
 
@@ -57,49 +59,64 @@ class Streamed:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             done = self.worker.forward(self.link.stream, local, self.buffers, self.num_steps_done)
             if not math.isfinite(done.loss):
-                raise UserError(f"step {done.step + 1}: the loss is {done.loss}: nothing was changed; check the data")
-            numbers = UpdateNumbers(lr=lr, step=done.step + 1, divisor=done.divisor)
-            can_veto = self.config.max_grad_norm is not None
-            norm = self._clipped_updates(done, numbers) if can_veto else self._immediate_updates(done, numbers)
-        self.buffers.update(done.updates)
+                norm = math.nan
+                is_good = self.guard.judge(done.loss, norm, lambda: _bad_loss(self.graph, done))
+            elif self.guard.can_veto:
+                norm, is_good = self._vetoable_updates(done, self._numbers(done, lr))
+            else:
+                norm, is_good = self._immediate_updates(done, self._numbers(done, lr)), True
+        if is_good:
+            self.buffers.update(done.updates)
         self.num_steps_done += 1
-        return StepResult(loss=done.loss, grad_norm=norm, lr=lr)
+        return StepResult(loss=done.loss, grad_norm=norm, lr=lr, skipped=not is_good)
+
+    def _numbers(self, done: Pass, lr: float) -> UpdateNumbers:
+        return UpdateNumbers(
+            lr=lr,
+            step=self.num_steps_done - self.guard.num_skipped + 1,  # skipped steps were no updates
+            divisor=done.divisor * self.guard.scale,
+        )
 
     def _immediate_updates(self, done: Pass, numbers: UpdateNumbers) -> float:
         """Each Unit is updated as soon as its gradients are there."""
         sums: list[Tensor] = []
-        for unit, gradients in self.worker.backward(self.link.stream, done):
+        limited = dataclasses.replace(numbers, max_value=self.config.max_grad_value)
+        for unit, gradients in self.worker.backward(self.link.stream, done, self.guard.scale):
+            if not gradients:
+                continue
             mine = [block_sums(scaled(gradient, numbers)) for gradient in gradients.values()]
             # On a GPU this test would wait for it; there the optimizer finds what is not finite.
-            if self.link.device.type == "cpu" and mine and not math.isfinite(global_norm(mine)):
+            if self.link.device.type == "cpu" and not math.isfinite(global_norm(mine)):
                 raise UserError(
                     f"{_not_finite(done, unit, gradients)}: later Units were already updated, so this run cannot go "
                     "on; the last checkpoint is intact, resume from it with a lower learning rate or with clipping"
                 )
             sums += mine
-            if gradients:
-                self.link.apply(self.link.send(unit, gradients), numbers)
-        return global_norm(sums)
+            self.link.apply(self.link.send(unit, gradients), limited)
+        norm = global_norm(sums)
+        self.guard.judge(done.loss, norm, lambda: _bad_norm(done))
+        return norm
 
-    def _clipped_updates(self, done: Pass, numbers: UpdateNumbers) -> float:
-        """Nothing is updated before the norm of all gradients is known."""
+    def _vetoable_updates(self, done: Pass, numbers: UpdateNumbers) -> tuple[float, bool]:
+        """Nothing is updated before all gradients are known. Gives their norm, and whether they were applied."""
         sums: dict[Unit, list[Tensor]] = {}
         parcels: list[Parcel] = []
-        for unit, gradients in self.worker.backward(self.link.stream, done):
+        for unit, gradients in self.worker.backward(self.link.stream, done, self.guard.scale):
             if gradients:
                 sums[unit] = [block_sums(scaled(gradient, numbers)) for gradient in gradients.values()]
                 parcels.append(self.link.send(unit, gradients))
         norm = global_norm(part for parts in sums.values() for part in parts)
-        if not math.isfinite(norm):
-            unit = next(unit for unit, parts in sums.items() if not math.isfinite(global_norm(parts)))
-            raise UserError(
-                f"step {done.step + 1}: a gradient of Unit {unit.name!r} is not finite (loss {done.loss}): "
-                "nothing was changed; lower the learning rate"
-            )
-        factor = clip_factor(norm, self.config.max_grad_norm)
+        is_good = self.guard.judge(done.loss, norm, lambda: _bad_gradients(done, sums))
+        config = self.config
+        factor = None if config.max_grad_value is not None else clip_factor(norm, config.max_grad_norm)
+        limited = dataclasses.replace(numbers, factor=factor, max_value=config.max_grad_value)
         while parcels:  # the newest first, and its gradients are gone when it is done
-            self.link.apply(parcels.pop(), dataclasses.replace(numbers, factor=factor))
-        return norm
+            parcel = parcels.pop()
+            if is_good:
+                self.link.apply(parcel, limited)
+            else:
+                self.link.discard(parcel)
+        return norm, is_good
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], graph: Graph) -> float:
         """Mean loss of `graph` (the model captured in eval mode, with the same Units) with the current weights."""
@@ -123,6 +140,7 @@ class Streamed:
         for name, field, value in self.store.read_all():
             yield f"weights/{name}" if field == WIRE else f"optimizer/{field}/{name}", value
         yield from ((f"buffers/{name}", tensor) for name, tensor in self.buffers.items())
+        yield guard.STATE, self.guard.tensor()
 
 
 def fill(store: Store, values: Iterable[tuple[str, Tensor]]) -> None:
@@ -131,13 +149,44 @@ def fill(store: Store, values: Iterable[tuple[str, Tensor]]) -> None:
         store.write(name, WIRE, value)
 
 
-def restore(store: Store, read: Callable[[str], Tensor]) -> None:
-    """Weights and optimizer state from a checkpoint, given as a function from a name to a tensor."""
+def restore(store: Store, read: Callable[[str], Tensor], *, with_state: bool = True) -> None:
+    """Weights and optimizer state from a checkpoint, given as a function from a name to a tensor.
+
+    Without state (imported weights) the optimizer starts anew.
+    """
     for name, parts in store.segments.items():
-        for field in parts:
+        for field in parts if with_state else [WIRE]:
+            if field == REMAINDER:  # written with the wire: together they are the weight
+                continue
             store.write(name, field, read(f"weights/{name}" if field == WIRE else f"optimizer/{field}/{name}"))
 
 
+def _bad_loss(graph: Graph, done: Pass) -> UserError:
+    """Says which Unit was the first to give something that is not finite."""
+    names = (unit.name for unit in graph.units for values in done.values if _is_bad(unit, values))
+    where = next((f", and Unit {name!r} is the first whose result is not finite" for name in names), "")
+    return UserError(f"step {done.step + 1}: the loss is {done.loss}{where}: nothing was changed; check the data")
+
+
+def _is_bad(unit: Unit, values: Mapping[str, Tensor]) -> bool:
+    return any(name in values and not torch.isfinite(values[name]).all() for name in unit.outputs)
+
+
+def _bad_norm(done: Pass) -> UserError:
+    return UserError(f"step {done.step + 1}: the norm of the gradients overflows (loss {done.loss})")
+
+
+def _bad_gradients(done: Pass, sums: Mapping[Unit, Sequence[Tensor]]) -> UserError:
+    for unit, parts in sums.items():
+        if not math.isfinite(global_norm(parts)):
+            return UserError(
+                f"step {done.step + 1}: a gradient of Unit {unit.name!r} is not finite (loss {done.loss}): "
+                "nothing was changed; lower the learning rate"
+            )
+    return _bad_norm(done)
+
+
 def _not_finite(done: Pass, unit: Unit, gradients: Mapping[str, Tensor]) -> str:
-    name = next(n for n, gradient in gradients.items() if not torch.isfinite(gradient).all())
+    bad = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
+    name = (bad or list(gradients))[0]  # or all are finite, and only their squares overflow
     return f"step {done.step + 1}: the gradient of {name!r} (Unit {unit.name!r}) is not finite (loss {done.loss})"

@@ -10,7 +10,7 @@ from openwafer.kernels.adamw import AdamWStep, Halves, adamw, adamw_reference
 from openwafer.kernels.compiled import library
 from openwafer.memoryx.wire import merge, split
 
-STEP = AdamWStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
+STEP = AdamWStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, step=1)
 
 
 def arrays(seed: int, size: int, dtype: torch.dtype) -> Halves:
@@ -19,7 +19,7 @@ def arrays(seed: int, size: int, dtype: torch.dtype) -> Halves:
     wire, remainder = split(master)
     m = torch.randn(size, generator=generator)
     v = torch.rand(size, generator=generator) * 1e-3
-    return Halves(wire, remainder, m, v, torch.randn(size, generator=generator).to(dtype), bool(seed % 2))
+    return Halves(wire, remainder, m, v, torch.randn(size, generator=generator).to(dtype), 0.1 * (seed % 2))
 
 
 @pytest.mark.skipif(library("adamw") is None, reason="no C compiler")
@@ -35,9 +35,7 @@ def arrays(seed: int, size: int, dtype: torch.dtype) -> Halves:
 def test_the_c_pass_is_the_definition(
     seed: int, sizes: list[int], dtype: torch.dtype, step: int, threads: int, factor: float
 ) -> None:
-    numbers = AdamWStep(
-        lr=3e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=step, divisor=7.0, factor=factor
-    )
+    numbers = AdamWStep(lr=3e-3, beta1=0.9, beta2=0.999, eps=1e-8, step=step, divisor=7.0, factor=factor)
     fast = [arrays(seed + k, size, dtype) for k, size in enumerate(sizes)]
     slow = [arrays(seed + k, size, dtype) for k, size in enumerate(sizes)]
     assert adamw(fast, numbers, threads=threads)
@@ -55,8 +53,8 @@ def test_it_is_adamw() -> None:
     m, v = torch.zeros(5000), torch.zeros(5000)
     for step in range(1, 21):
         gradient = torch.randn(5000)
-        numbers = AdamWStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step)
-        assert adamw([Halves(wire, remainder, m, v, gradient, True)], numbers)
+        numbers = AdamWStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, step=step)
+        assert adamw([Halves(wire, remainder, m, v, gradient, 0.1)], numbers)
         weight.grad = gradient
         optimizer.step()
     torch.testing.assert_close(merge(wire, remainder), weight.detach(), rtol=1e-5, atol=1e-6)
@@ -65,7 +63,7 @@ def test_it_is_adamw() -> None:
 def test_a_weight_that_overflows_is_reported() -> None:
     wire, remainder = split(torch.tensor([1.0, 2.0]))
     gradient = torch.tensor([float("nan"), 1.0])
-    assert not adamw([Halves(wire, remainder, torch.zeros(2), torch.zeros(2), gradient, True)], STEP)
+    assert not adamw([Halves(wire, remainder, torch.zeros(2), torch.zeros(2), gradient, 0.1)], STEP)
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))

@@ -64,7 +64,7 @@ def test_not_a_model(tmp_path: Path):
         load("smolm2")
     with pytest.raises(UserError, match="openwafer pull org/name"):
         load("org/name")
-    with pytest.raises(UserError, match="a GGUF file; a Hugging Face folder"):
+    with pytest.raises(UserError, match=r"a GGUF file; a checkpoint .*; a Hugging Face folder"):
         load(tmp_path)
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(UserError, match="none of the things"):

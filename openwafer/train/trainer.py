@@ -1,0 +1,228 @@
+"""`ow.Trainer`: streamed training of any nn.Module that can be captured, from Python.
+
+The model is captured when the first batch says what its inputs look like; until then nothing is allocated.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from openwafer import checkpoint
+from openwafer.errors import UserError
+from openwafer.graph import Graph, capture
+from openwafer.graph.deferred import initialise
+from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
+from openwafer.memoryx.groups import with_groups
+from openwafer.memoryx.optimizer import make_optimizer
+from openwafer.memoryx.store import Store, fields
+from openwafer.memoryx.tier import DramTier
+from openwafer.models.config import ModelConfig
+from openwafer.train import guard
+from openwafer.train.cluster import Cluster
+from openwafer.train.engine import MicroBatch, StepResult
+from openwafer.train.schedule import Schedule
+from openwafer.train.streamed import Streamed, fill, restore
+
+Batch = Mapping[str, Any] | Sequence[MicroBatch]
+
+
+class Trainer:
+    """Trains `model`, whose forward takes a batch's entries by name and returns its loss.
+
+    The loss is a scalar (a mean), a pair `(loss_sum, count)`, or a result with a `loss`. The module's own weights
+    stay as they are: `state_dict` gives the trained ones. `schedule` maps the step (from 0) to a factor on the rate.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerConfig | None = None,
+        cluster: Cluster | None = None,
+        memory: MemoryConfig | None = None,
+        *,
+        schedule: Schedule | None = None,
+        micro_batch_size: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer or OptimizerConfig()
+        self.cluster = cluster or Cluster()
+        self.memory = memory or MemoryConfig()
+        self.schedule = schedule or (lambda step: 1.0)
+        self.micro_batch_size = micro_batch_size
+        self.seed = seed
+        self.last: StepResult | None = None
+        self._engine: Streamed | None = None
+        self._eval_graph: Graph | None = None
+        self._resumed: checkpoint.Checkpoint | None = None
+        if self.memory != MemoryConfig():
+            raise UserError("memory: budgets, flash and a bf16 wire do not work from Python yet; leave it out")
+        if micro_batch_size is not None and micro_batch_size < 1:
+            raise UserError(f"micro_batch_size must be at least 1, got {micro_batch_size}")
+
+    @property
+    def num_steps_done(self) -> int:
+        if self._engine is not None:
+            return self._engine.num_steps_done
+        return 0 if self._resumed is None else self._resumed.step
+
+    # Training
+
+    def step(self, batch: Batch) -> float:
+        """One update; gives the mean loss of the batch. `last` has the details.
+
+        A mapping is cut along its first dimension into micro-batches of `micro_batch_size`; a list is taken as
+        the micro-batches themselves. All micro-batches of a run have the same shapes.
+        """
+        micro_batches = self._micro_batches(batch)
+        if self._engine is None:
+            self._engine = self._start(micro_batches[0])
+        self.last = self._engine.step(micro_batches)
+        return self.last.loss
+
+    def fit(
+        self,
+        train_data: Iterable[Batch],
+        num_steps: int | None = None,
+        on_step: Callable[[int, StepResult], None] | None = None,
+    ) -> list[float]:
+        """Steps over the batches of `train_data`, again from its start when it ends; gives the losses.
+
+        Without `num_steps`, one pass. `on_step` is called with the number of steps done and the step's result.
+        """
+        if num_steps is not None and num_steps < 0:
+            raise UserError(f"num_steps must be at least 0, got {num_steps}")
+        losses: list[float] = []
+        for batch in _repeated(train_data, num_steps):
+            losses.append(self.step(batch))
+            if on_step is not None and self.last is not None:
+                on_step(self.num_steps_done, self.last)
+        return losses
+
+    def evaluate(self, batch: Batch) -> float:
+        """The mean loss of a batch in eval mode (no dropout); nothing is changed."""
+        if self._engine is None:
+            raise UserError("nothing was trained yet: take a step before evaluating")
+        micro_batches = self._micro_batches(batch)
+        if self._eval_graph is None:
+            self._eval_graph = capture(self.model.eval(), (), dict(micro_batches[0]))
+        return self._engine.evaluate(micro_batches, self._eval_graph)
+
+    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        if not isinstance(batch, Mapping):
+            if not batch or not all(isinstance(micro_batch, Mapping) for micro_batch in batch):
+                raise UserError("a batch is a mapping of names to tensors, or a list of such micro-batches, not empty")
+            return list(batch)
+        sizes = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
+        size = self.micro_batch_size
+        if size is None or not sizes:
+            return [batch]
+        if len(set(sizes.values())) > 1:
+            raise UserError(f"the entries of a batch differ in their first dimension: {sizes}")
+        total = next(iter(sizes.values()))
+        if total % size:
+            raise UserError(f"micro_batch_size {size} does not divide the batch of {total} samples")
+        return [
+            {name: value[start : start + size] if name in sizes else value for name, value in batch.items()}
+            for start in range(0, total, size)
+        ]
+
+    # State
+
+    def save(self, model_dir: str | Path, *, tokenizer: Path | None = None, keep: int | None = 3) -> Path:
+        """Write a checkpoint of this step into `model_dir`; gives its folder."""
+        if self._engine is None:
+            raise UserError("nothing was trained yet: take a step before saving")
+        meta: dict[str, Any] = {"trainer": {"optimizer": self.optimizer.kind, "model": type(self.model).__name__}}
+        config = getattr(self.model, "config", None)
+        if isinstance(config, ModelConfig):  # one of ours: it can be served and exported
+            meta["params"] = {"model": dataclasses.asdict(config)}
+        tensors = self._engine.tensors()
+        return checkpoint.save(Path(model_dir), self.num_steps_done, tensors, meta, tokenizer=tokenizer, keep=keep)
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from a checkpoint: a folder that `save` gave, or the newest in a model_dir."""
+        path = Path(folder)
+        newest = path if (path / "manifest.json").is_file() else checkpoint.latest(path)
+        if newest is None:
+            raise UserError(f"{folder} has no whole checkpoint")
+        self._resumed = checkpoint.Checkpoint.open(newest)
+        if self._engine is not None:
+            self._restore(self._engine, self._resumed)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight and buffer by name, one at a time; each is valid until the next is asked for."""
+        if self._engine is not None:
+            source = self._engine.tensors()
+        elif self._resumed is not None:
+            stored = self._resumed
+            source = ((name, stored.read(name)) for name in stored.names())
+        else:
+            yield from initialise(self.model, _names(self.model), self.seed)
+            return
+        for name, tensor in source:
+            group, _, rest = name.partition("/")
+            if group in ("weights", "buffers"):
+                yield rest, tensor
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The current values as the module's own `state_dict` names them: a tied weight under all its names."""
+        found = {name: tensor.clone() for name, tensor in self.weights()}
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            aliases.setdefault(id(tensor), []).append(name)
+        unused = [names[0] for names in aliases.values() if not any(name in found for name in names)]
+        found |= dict(initialise(self.model, unused, self.seed))  # what the forward never reads
+        return {
+            alias: found[next(name for name in names if name in found)] for names in aliases.values() for alias in names
+        }
+
+    def _start(self, micro_batch: MicroBatch) -> Streamed:
+        graph = with_groups(capture(self.model.train(), (), dict(micro_batch)), self.optimizer.groups)
+        optimizer = make_optimizer(self.optimizer)
+        dram = DramTier()
+        store = Store(graph, optimizer, {spec.key: dram for spec in fields(graph, optimizer)})
+        names = [name for name in graph.buffers if name not in graph.constants]
+        buffers = {name: value.clone() for name, value in initialise(self.model, names, self.seed)}
+        engine = Streamed(graph, store, buffers, self.optimizer, self.schedule, self.seed)
+        if self._resumed is None:
+            fill(store, initialise(self.model, graph.weights, self.seed))
+        else:
+            self._restore(engine, self._resumed)
+        return engine
+
+    def _restore(self, engine: Streamed, stored: checkpoint.Checkpoint) -> None:
+        names = set(stored.names())
+        wanted = {f"weights/{name}" for name in engine.graph.weights}
+        missing = sorted(wanted - names)
+        if missing:
+            raise UserError(f"{stored.folder} holds another model: it has no {missing[0].removeprefix('weights/')!r}")
+        restore(engine.store, stored.read, with_state=stored.step > 0)
+        kept = [name for name in engine.buffers if f"buffers/{name}" in names]
+        engine.buffers |= {name: stored.read(f"buffers/{name}").clone() for name in kept}
+        engine.num_steps_done = stored.step
+        if guard.STATE in names:
+            engine.guard.restore(stored.read(guard.STATE))
+
+
+def _repeated(data: Iterable[Batch], num_steps: int | None) -> Iterator[Batch]:
+    """`num_steps` batches; a collection is gone through again and again, an iterator must have enough."""
+    count = 0
+    while num_steps is None or count < num_steps:
+        before = count
+        for batch in data:
+            if count == num_steps:
+                return
+            yield batch
+            count += 1
+        if num_steps is None:
+            return
+        if count == before:
+            raise UserError(f"train_data ended after {count} of {num_steps} batches: give a list, or a longer iterator")
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]

@@ -1,0 +1,163 @@
+"""The Python API: `ow.Trainer` on a `transformers` model, an ordinary MLP, and our own."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import openwafer as ow
+from openwafer.checkpoint import Checkpoint
+from openwafer.models.build import build
+from openwafer.models.config import ModelConfig
+from openwafer.models.load import load
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "vocab_size": 61, "max_position_embeddings": 16}
+
+
+class MLP(nn.Module):
+    """Dropout, BatchNorm, and a weight that the forward never reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+        self.spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layers(x).squeeze(-1), y)
+
+
+def points(step: int, size: int = 32) -> dict[str, torch.Tensor]:
+    x = torch.randn(size, 4, generator=torch.Generator().manual_seed(step))
+    return {"x": x, "y": x.sum(dim=1)}
+
+
+def tokens(step: int) -> dict[str, Any]:
+    ids = torch.randint(0, 61, (4, 12), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": (ids * 5 + 3) % 61}
+
+
+def test_importing_openwafer_imports_no_torch() -> None:
+    code = "import sys, openwafer; assert 'torch' not in sys.modules; openwafer.AdamW(lr=1e-3); openwafer.Cluster()"
+    code += "; assert 'torch' not in sys.modules; openwafer.Trainer"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_an_ordinary_mlp_learns_and_its_weights_come_back() -> None:
+    torch.manual_seed(0)
+    model = MLP()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    job = ow.Trainer(model, optimizer=ow.AdamW(lr=1e-2), micro_batch_size=16, seed=1)
+    seen: list[int] = []
+    losses = job.fit([points(step) for step in range(30)], num_steps=60, on_step=lambda step, result: seen.append(step))
+    assert seen == list(range(1, 61))
+    assert losses[-1] < 0.3 * losses[0]
+    assert job.last is not None
+    assert job.last.loss == losses[-1]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), "the module itself is only read"
+    model.load_state_dict(job.state_dict())
+    assert int(model.layers[1].num_batches_tracked) == 120  # pyright: ignore
+    assert torch.equal(model.spare, torch.ones(3))
+    batch = points(99, size=16)
+    with torch.no_grad():
+        expected = model.eval()(**batch).item()
+    assert job.evaluate(batch) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_transformers_model_trains_as_in_a_plain_loop() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=61,
+        use_cache=False,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    job = ow.Trainer(model, optimizer=ow.SGD(lr=0.3, momentum=0.0), micro_batch_size=2)
+    losses = [job.step(tokens(0)) for _ in range(8)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    theirs = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = model(**tokens(0)).loss
+        loss.backward()
+        optimizer.step()
+        theirs.append(loss.item())
+    assert losses == pytest.approx(theirs, rel=1e-4)
+    assert losses[-1] < losses[0] - 0.05
+    state = job.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    assert torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"])
+    torch.testing.assert_close(state["model.norm.weight"], model.model.norm.weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_saved_and_loaded_it_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    def job() -> ow.Trainer:
+        with ow.deferred():
+            model = build(ModelConfig(**TINY, dropout=0.1))
+        return ow.Trainer(model, optimizer=ow.AdamW(lr=1e-2, loss_scale="dynamic"), micro_batch_size=2, seed=3)
+
+    whole = job()
+    for step in range(6):
+        whole.step(tokens(step))
+    first = job()
+    for step in range(3):
+        first.step(tokens(step))
+    folder = first.save(tmp_path / "run")
+    assert Checkpoint.open(folder).step == 3
+    for source in (tmp_path / "run", folder):
+        second = job()
+        second.load(source)
+        assert second.num_steps_done == 3
+        for name, tensor in first.state_dict().items():
+            assert torch.equal(second.state_dict()[name], tensor), "also before the first step"
+        for step in range(3, 6):
+            second.step(tokens(step))
+        for name, tensor in whole.state_dict().items():
+            assert torch.equal(second.state_dict()[name], tensor), name
+    module, _ = load(tmp_path / "run")  # one of our models: the rest of openwafer can use it
+    assert module(tokens(0)["input_ids"]).shape == (4, 12, 61)
+
+
+def test_micro_batches_given_as_a_list_are_the_same() -> None:
+    losses = []
+    for as_list in (False, True):
+        torch.manual_seed(0)
+        job = ow.Trainer(MLP(), micro_batch_size=16)
+        batch = points(0)
+        parts = [{name: value[start : start + 16] for name, value in batch.items()} for start in (0, 16)]
+        losses.append([job.step(parts if as_list else batch) for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    job = ow.Trainer(MLP(), micro_batch_size=5)
+    with pytest.raises(ow.UserError, match="micro_batch_size 5 does not divide the batch of 32 samples"):
+        job.step(points(0))
+    with pytest.raises(ow.UserError, match="differ in their first dimension"):
+        job.step({"x": torch.zeros(5, 4), "y": torch.zeros(6)})
+    with pytest.raises(ow.UserError, match="a list of such micro-batches, not empty"):
+        job.step([])
+    with pytest.raises(ow.UserError, match="take a step before saving"):
+        job.save(tmp_path)
+    with pytest.raises(ow.UserError, match="has no whole checkpoint"):
+        job.load(tmp_path)
+    with pytest.raises(ow.UserError, match="ended after 2 of 5 batches"):
+        job.fit(iter([points(0, 5), points(1, 5)]), num_steps=5)
+    with pytest.raises(ow.UserError, match="more than one worker does not work yet"):
+        ow.Cluster(num_csx=4)
+    with pytest.raises(ow.UserError, match=r"no weight is called 'layer\.0\.weight': the nearest are"):
+        ow.Trainer(MLP(), ow.AdamW(groups=(ow.GroupConfig(match="layer.0.weight"),))).step(points(0))
+    folder = job.save(tmp_path / "mlp")
+    other = ow.Trainer(build(ModelConfig(**TINY)))
+    other.load(folder)
+    with pytest.raises(ow.UserError, match="holds another model: it has no 'transformer"):
+        other.step(tokens(0))
