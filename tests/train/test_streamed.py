@@ -272,7 +272,7 @@ def test_a_nan_is_skipped_whole_or_stops_with_the_unit() -> None:
 
 
 def test_a_run_that_only_skips_stops() -> None:
-    reference, streamed = both(Touchy(), touchy(0)[0], OptimizerConfig(nan="skip"))
+    _, streamed = both(Touchy(), touchy(0)[0], OptimizerConfig(nan="skip"))
     for _ in range(100):
         streamed.step(touchy(0, x=float("nan")))
     with pytest.raises(UserError, match="the 101th step in a row that had to be skipped"):
