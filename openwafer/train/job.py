@@ -5,6 +5,7 @@ The same command continues an interrupted run from its last checkpoint.
 
 import contextlib
 import json
+import math
 import signal
 import sys
 import time
@@ -140,7 +141,7 @@ class Job:
     def _result(self, loss: float | None, eval_loss: float | None, rate: float | None) -> JobResult:
         return JobResult(
             step=self.engine.num_steps_done,
-            loss=loss,
+            loss=loss if loss is not None and math.isfinite(loss) else None,  # a skipped step may have none
             eval_loss=eval_loss,
             tokens_per_s=rate,
             checkpoint=checkpoint.latest(self.config.train.model_dir),
