@@ -42,7 +42,14 @@ def test_flags_win_over_the_file() -> None:
 
 
 def test_as_json_is_a_params_file() -> None:
-    params = build_params({**THREE, "model_dir": "out", "max_grad_norm": 1})
+    groups = [{"match": ["*.bias", "*norm*"], "lr_scale": 0.5}, {"match": "lm_head.weight", "frozen": True}]
+    schedule = {
+        "kind": "sequence",
+        "parts": [{"kind": "linear", "steps": 5, "start": 0, "end": 1}, {"kind": "constant"}],
+    }
+    optimizer = {"kind": "sgd", "groups": groups, "loss_scale": "dynamic"}
+    sections = {"optimizer": optimizer, "schedule": schedule}
+    params = build_params({**THREE, **sections, "model_dir": "out", "max_grad_norm": 1})
     assert build_params(yaml.safe_load(yaml.safe_dump(params.as_json()))) == params
 
 

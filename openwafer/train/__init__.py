@@ -1,35 +1,32 @@
-"""Training: checkpoints, learning-rate schedules, metrics and the progress display.
+"""Training: the definition of a step, the streamed engine that equals it, and runs around them.
 
-Start at `checkpoint.py` (what survives a crash) or `schedule.py`.
+Start at `reference.py` (what a step is), then `streamed.py`; `job.py` is `openwafer train`, `trainer.py` the
+Python API.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openwafer.checkpoint import Checkpoint, latest, save
     from openwafer.train.metrics import MetricsLog, StepMetrics
     from openwafer.train.progress import ProgressDisplay
     from openwafer.train.schedule import ScheduleConfig
+    from openwafer.train.trainer import Trainer
 
 __all__ = [
-    "Checkpoint",
     "MetricsLog",
     "ProgressDisplay",
     "ScheduleConfig",
     "StepMetrics",
-    "latest",
-    "save",
+    "Trainer",
 ]
 
 _HOME = {
-    "Checkpoint": "checkpoint",
     "MetricsLog": "metrics",
     "ProgressDisplay": "progress",
     "ScheduleConfig": "schedule",
     "StepMetrics": "metrics",
-    "latest": "checkpoint",
-    "save": "checkpoint",
+    "Trainer": "trainer",
 }
 
 

@@ -4,6 +4,8 @@ The same command continues an interrupted run from its last checkpoint.
 """
 
 import contextlib
+import json
+import math
 import signal
 import sys
 import time
@@ -139,7 +141,7 @@ class Job:
     def _result(self, loss: float | None, eval_loss: float | None, rate: float | None) -> JobResult:
         return JobResult(
             step=self.engine.num_steps_done,
-            loss=loss,
+            loss=loss if loss is not None and math.isfinite(loss) else None,  # a skipped step may have none
             eval_loss=eval_loss,
             tokens_per_s=rate,
             checkpoint=checkpoint.latest(self.config.train.model_dir),
@@ -165,6 +167,7 @@ class Job:
             return Streamed(self.graph, store, values, config.optimizer, schedule, seed)
         stored = checkpoint.Checkpoint.open(self.resumed)
         self._check_same_model(stored)
+        self._check_same_tokens(stored)
         names = set(stored.names())
         restore(store, stored.read, with_state=stored.step > 0)
         # Imported weights come without the buffers that the model computes for itself.
@@ -190,6 +193,15 @@ class Job:
             raise UserError(
                 f"{self.resumed} holds another model ({key} was {before.get(key)}, is {now[key]}): "
                 "use another --model_dir, or the params it was trained with"
+            )
+
+    def _check_same_tokens(self, stored: checkpoint.Checkpoint) -> None:
+        """A model goes on with the tokens it knows: others would be noise to it."""
+        ours, theirs = stored.tokenizer, self.train_shards.tokenizer
+        if ours is not None and theirs is not None and _vocabulary(ours) != _vocabulary(theirs):
+            raise UserError(
+                f"{self.val_shards} was prepared with another tokenizer than that of {self.resumed}: "
+                f"prepare the text with `openwafer data prepare --tokenizer {ours} ...`"
             )
 
     def _save(self) -> None:
@@ -231,6 +243,10 @@ class Job:
         )
         if self.resumed is not None:
             _say(f"resuming from {self.resumed}")
+
+
+def _vocabulary(tokenizer: Path) -> Any:
+    return json.loads(tokenizer.read_text(encoding="utf-8")).get("model", {}).get("vocab")
 
 
 @contextlib.contextmanager

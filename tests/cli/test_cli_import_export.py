@@ -151,6 +151,11 @@ def test_mistakes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "out exists" in error_of("export", run, str(_filled(tmp_path / "out")))
     assert "--dtype must be one of fp32, bf16, fp16" in error_of("export", run, str(tmp_path / "b"), "--dtype", "int8")
     assert "has no checkpoint to take the model from" in error_of("train", "--model_dir", str(tmp_path / "none"))
+    other = folder / "text.txt"
+    prepare([other], tmp_path / "others", PrepareConfig(vocab_size=290))
+    params = tmp_path / "params.yaml"
+    params.write_text(f"data: {{path: {tmp_path / 'others'}, context: 16}}")
+    assert "another tokenizer" in error_of("train", "--params", str(params), "--model_dir", run).splitlines()[-1]
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in (folder / "hf").iterdir():

@@ -154,7 +154,7 @@ def test_mistakes(tmp_path: Path) -> None:
         job.fit(iter([points(0, 5), points(1, 5)]), num_steps=5)
     with pytest.raises(ow.UserError, match="more than one worker does not work yet"):
         ow.Cluster(num_csx=4)
-    with pytest.raises(ow.UserError, match=r"no weight is called 'layer\.0\.weight': the nearest are"):
+    with pytest.raises(ow.UserError, match=r"no weight is called 'layer.0.weight': the nearest are"):
         ow.Trainer(MLP(), ow.AdamW(groups=(ow.GroupConfig(match="layer.0.weight"),))).step(points(0))
     folder = job.save(tmp_path / "mlp")
     other = ow.Trainer(build(ModelConfig(**TINY)))
