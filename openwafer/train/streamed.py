@@ -17,7 +17,7 @@ from openwafer.graph.run import bind_inputs, forward_unit
 from openwafer.memoryx.config import OptimizerConfig
 from openwafer.memoryx.norm import block_sums, clip_factor, global_norm
 from openwafer.memoryx.store import WIRE, Store
-from openwafer.train.engine import MicroBatch, StepResult, mean_loss
+from openwafer.train.engine import Frozen, MicroBatch, StepResult, mean_loss
 
 
 class Streamed:
@@ -73,6 +73,7 @@ class Streamed:
     def _clipped_updates(self, done: Pass, lr: float) -> float:
         """Nothing is updated before the norm of all gradients is known."""
         arrived = list(self.worker.backward(self.store.stream, done))
+        self.store.prefetch_update(arrived[-1][0])
         norm = global_norm(total for _, named in arrived for g in named.values() for total in block_sums(g))
         if not math.isfinite(norm):
             for unit, gradients in arrived:
@@ -83,6 +84,8 @@ class Streamed:
         factor = clip_factor(norm, self.config.max_grad_norm)
         while arrived:  # the newest first, and its gradients are gone when it is done
             unit, gradients = arrived.pop()
+            if arrived:
+                self.store.prefetch_update(arrived[-1][0])
             if factor is not None:
                 gradients = {name: gradient * factor for name, gradient in gradients.items()}
             self.store.update(unit, gradients, lr=lr, step=done.step + 1)
@@ -104,22 +107,35 @@ class Streamed:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Everything a checkpoint holds, by name; each valid until the next is asked for."""
-        for name, field, value in self.store.read_all():
-            yield f"weights/{name}" if field == WIRE else f"optimizer/{field}/{name}", value
-        yield from ((f"buffers/{name}", tensor) for name, tensor in self.buffers.items())
+        yield from _named(self.store.read_all(), self.buffers)
+
+    def freeze(self) -> Frozen:
+        """Everything a checkpoint of this moment holds, to be read while training goes on."""
+        snapshot = self.store.freeze()
+        return Frozen(_named(snapshot.read_all(), dict(self.buffers)), snapshot.close)
 
 
 def fill(store: Store, values: Iterable[tuple[str, Tensor]]) -> None:
     """Initial weights into their tier, one at a time."""
-    for name, value in values:
-        store.write(name, WIRE, value)
+    store.write_all((name, WIRE, value) for name, value in values)
 
 
 def restore(store: Store, read: Callable[[str], Tensor]) -> None:
     """Weights and optimizer state from a checkpoint, given as a function from a name to a tensor."""
-    for name, parts in store.segments.items():
-        for field in parts:
-            store.write(name, field, read(f"weights/{name}" if field == WIRE else f"optimizer/{field}/{name}"))
+    store.write_all(
+        (name, field, read(_name(name, field))) for name, parts in store.segments.items() for field in parts
+    )
+
+
+def _named(
+    values: Iterable[tuple[str, str, Tensor]], buffers: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    yield from ((_name(name, field), value) for name, field, value in values)
+    yield from ((f"buffers/{name}", tensor) for name, tensor in buffers.items())
+
+
+def _name(weight: str, field: str) -> str:
+    return f"weights/{weight}" if field == WIRE else f"optimizer/{field}/{weight}"
 
 
 def _not_finite(done: Pass, unit: Unit, gradients: Mapping[str, Tensor]) -> str:
