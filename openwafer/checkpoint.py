@@ -142,10 +142,11 @@ def _write(
 
 def _wait(writes: Iterable[Future[str]], at_most: int) -> None:
     """Until no more than `at_most` are under way; raises what went wrong in those that are done."""
-    running = [write for write in writes if not write.done() or write.result() is None]
+    _, running = wait(list(writes), timeout=0)
     while len(running) > at_most:
-        wait(running, return_when=FIRST_COMPLETED)
-        running = [write for write in running if not write.done() or write.result() is None]
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        for write in done:
+            write.result()
 
 
 def _grouped(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -219,7 +220,8 @@ class Checkpoint:
         self.meta: dict[str, Any] = manifest["meta"]
         self._tensors: dict[str, dict[str, Any]] = manifest["tensors"]
         self._files: dict[str, dict[str, Any]] = manifest["files"]
-        self._open: dict[str, Any] = {}
+        self._verified: set[str] = set()
+        self._last: tuple[str, Any] | None = None  # only one file is held mapped
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
@@ -262,12 +264,13 @@ class Checkpoint:
         return tensor
 
     def _file(self, name: str) -> Any:
-        if name not in self._open:
+        if self._last is None or self._last[0] != name:
             path = self.folder / name
-            if _sha256(path) != self._files[name]["sha256"]:
+            if name not in self._verified and _sha256(path) != self._files[name]["sha256"]:
                 raise BrokenCheckpoint(f"{path} does not match its checksum: use another checkpoint")
-            self._open[name] = safe_open(path, framework="pt")
-        return self._open[name]
+            self._verified.add(name)
+            self._last = (name, safe_open(path, framework="pt"))
+        return self._last[1]
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

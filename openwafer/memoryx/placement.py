@@ -53,9 +53,7 @@ def place(graph: Graph, optimizer: Optimizer, config: MemoryConfig) -> Placement
     total = sum(spec.num_bytes for spec in specs)
     if config.dram is None or total <= config.dram:
         keys = frozenset(spec.key for spec in specs)
-        return Placement(
-            dram=keys, flash=frozenset(), dram_bytes=total, flash_bytes=0, pool_bytes=0, reader_bytes=0
-        )
+        return Placement(dram=keys, flash=frozenset(), dram_bytes=total, flash_bytes=0, pool_bytes=0, reader_bytes=0)
     if config.flash is None:
         raise UserError(
             f"weights and optimizer state need {shown(total)}, dram is {shown(config.dram)}: "
@@ -129,14 +127,25 @@ def _fill(
         for number in groups_of[spec.key]:
             on_flash[number] -= sign * rounded_up(spec.num_bytes)
 
-    if reader + pool_bytes() > dram:
-        return None
-    for spec in specs:
+    # The buffers shrink when the last Unit's field of a kind leaves flash, so a longer run of fields may fit where
+    # a shorter one does not.
+    longest = 0 if reader + pool_bytes() <= dram else None
+    for count, spec in enumerate(specs, start=1):
         move(spec, +1)
         if kept_bytes + reader + pool_bytes() <= dram:
-            del left[spec.key]
-        else:
+            longest = count
+    if longest is None:
+        return None
+    for spec in specs[longest:]:
+        move(spec, -1)
+    for spec in specs[longest:]:  # what comes later may be small enough for the room that is left
+        move(spec, +1)
+        if kept_bytes + reader + pool_bytes() > dram:
             move(spec, -1)
+        else:
+            del left[spec.key]
+    for spec in specs[:longest]:
+        del left[spec.key]
     return Placement(
         dram=frozenset(spec.key for spec in specs if spec.key not in left),
         flash=frozenset(left),

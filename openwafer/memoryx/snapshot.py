@@ -12,9 +12,7 @@ from openwafer.memoryx.tier import Key, Tier
 class Snapshot:
     """Every field of every weight. It must be closed; there is one at a time."""
 
-    def __init__(
-        self, graph: Graph, segments: Mapping[str, Mapping[str, Segment]], tiers: Mapping[Key, Tier]
-    ) -> None:
+    def __init__(self, graph: Graph, segments: Mapping[str, Mapping[str, Segment]], tiers: Mapping[Key, Tier]) -> None:
         self._tiers = tiers
         self._left: dict[Key, list[tuple[str, Segment]]] = {}  # in the order of the next updates: the last Unit first
         for unit in reversed(graph.units):

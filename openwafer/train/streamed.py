@@ -127,9 +127,7 @@ def restore(store: Store, read: Callable[[str], Tensor]) -> None:
     )
 
 
-def _named(
-    values: Iterable[tuple[str, str, Tensor]], buffers: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
+def _named(values: Iterable[tuple[str, str, Tensor]], buffers: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     yield from ((_name(name, field), value) for name, field, value in values)
     yield from ((f"buffers/{name}", tensor) for name, tensor in buffers.items())
 
