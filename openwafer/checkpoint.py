@@ -118,13 +118,11 @@ def _write(
     with ThreadPoolExecutor(_NUM_WRITERS) as writers:
         for number, shard in enumerate(_grouped(tensors, shard_bytes)):
             file = f"tensors-{number:05d}.safetensors"
-            for name, tensor in shard.items():
-                assert name not in entries, f"two tensors are called {name}"
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                entries[name] = {"file": file, "shape": list(tensor.shape), "dtype": dtype}
+            assert not entries.keys() & shard.keys(), f"two tensors are called {entries.keys() & shard.keys()}"
+            entries |= {name: {"file": file, **_spec(tensor)} for name, tensor in shard.items()}
             checksums[file] = writers.submit(write_tensors, folder / file, shard, direct=direct)
             is_copy = sum(tensor.nbytes for tensor in shard.values()) <= shard_bytes
-            del shard, tensor  # what is written is gone
+            del shard  # what is written is gone
             _wait(checksums.values(), at_most=_NUM_WRITERS - 1 if is_copy else 0)
         _wait(checksums.values(), at_most=0)
     files = {name: {"sha256": checksum.result()} for name, checksum in checksums.items()}
@@ -138,6 +136,10 @@ def _write(
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     _sync(folder / "manifest.json")
     _sync(folder)
+
+
+def _spec(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
 def _wait(writes: Iterable[Future[str]], at_most: int) -> None:

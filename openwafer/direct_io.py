@@ -9,6 +9,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ def aligned_bytes(num_bytes: int) -> Tensor:
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     flat = tensor.detach().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    array: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return memoryview(array)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from openwafer.graph import Graph, Unit
 from openwafer.graph.unit import padded
-from openwafer.memoryx.optimizer import Optimizer, Shape
+from openwafer.memoryx.optimizer import Optimizer
 from openwafer.memoryx.segment import Segment
 from openwafer.memoryx.snapshot import Snapshot
 from openwafer.memoryx.tier import Key, Tier

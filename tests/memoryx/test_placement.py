@@ -1,5 +1,6 @@
 """What goes where under a budget, and how much memory a run really takes."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,8 +85,9 @@ def test_a_locked_folder(graph: Graph, tmp_path: Path) -> None:
 
 
 # Trains in a process that cannot have more memory: all private writable memory, touched or not, counts against
-# RLIMIT_DATA. The base on top of budget + 10 % is for stacks of threads, activations, the gradients of a Unit,
-# a weight while it is made, and the chunks that a checkpoint is written in.
+# RLIMIT_DATA (on some machines torch's allocator takes a gigabyte in advance unless told not to). The base on top
+# of budget + 10 % is for stacks of threads, activations, the gradients of a Unit, a weight while it is made, and
+# the chunks that a checkpoint is written in.
 LIMITED = """
 import pathlib, re, resource, sys, torch
 from openwafer.checkpoint import save
@@ -101,7 +103,7 @@ from openwafer.train.saver import Saver
 from openwafer.train.streamed import Streamed, fill
 
 folder, uses_flash = pathlib.Path(sys.argv[1]), sys.argv[2] == "flash"
-BASE = 96 << 20
+BASE = 192 << 20
 
 def now():
     return int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
@@ -149,10 +151,12 @@ print("trained")
 
 def test_a_model_of_three_times_the_budget_trains_under_a_memory_limit(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    done = subprocess.run([*command, "flash"], cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "MIMALLOC_ARENA_EAGER_COMMIT": "0", "MIMALLOC_PURGE_DELAY": "0"}
+    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run([*command, "flash"], **options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trained" in done.stdout
     # The limit is real: the same in DRAM does not start.
-    done = subprocess.run([*command, "dram"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "dram"], **options)
     assert done.returncode != 0
-    assert "allocate memory" in done.stderr
+    assert "not enough memory" in done.stderr
