@@ -19,17 +19,20 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from openwafer.direct_io import has_direct
 from openwafer.errors import UserError
+from openwafer.tensor_file import write_tensors
 
 FORMAT = 1
-SHARD_BYTES = 1 << 30
+SHARD_BYTES = 256 << 20
+_NUM_WRITERS = 2  # one core hashes more slowly than a good disk writes
 _STEP = re.compile(r"step_(\d{8,})")
 _RETIRED = re.compile(r"\.(step_\d{8,})\.old")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(new|gone)\..*")
@@ -52,8 +55,8 @@ def save(
 ) -> Path:
     """Write a checkpoint and return its folder; then delete all but the last `keep` (None: delete none).
 
-    Each tensor is copied when it arrives, so the caller may reuse its buffer; at most about `shard_bytes` of
-    copies are held. `meta` is any JSON. If writing fails, earlier checkpoints are as they were.
+    Each tensor is copied or written when it arrives, so the caller may reuse its buffer; at most three times
+    `shard_bytes` of copies are held. `meta` is any JSON. If writing fails, earlier checkpoints are as they were.
     """
     assert step >= 0
     assert keep is None or keep >= 1
@@ -110,21 +113,24 @@ def _write(
     shard_bytes: int,
 ) -> None:
     entries: dict[str, dict[str, Any]] = {}
-    names: list[str] = []
-    for number, shard in enumerate(_grouped(tensors, shard_bytes)):
-        names.append(f"tensors-{number:05d}.safetensors")
-        for name, tensor in shard.items():
-            assert name not in entries, f"two tensors are called {name}"
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entries[name] = {"file": names[-1], "shape": list(tensor.shape), "dtype": dtype}
-        save_file(shard, folder / names[-1])
+    checksums: dict[str, Future[str]] = {}
+    direct = has_direct(folder)
+    with ThreadPoolExecutor(_NUM_WRITERS) as writers:
+        for number, shard in enumerate(_grouped(tensors, shard_bytes)):
+            file = f"tensors-{number:05d}.safetensors"
+            assert not entries.keys() & shard.keys(), f"two tensors are called {entries.keys() & shard.keys()}"
+            entries |= {name: {"file": file, **_spec(tensor)} for name, tensor in shard.items()}
+            checksums[file] = writers.submit(write_tensors, folder / file, shard, direct=direct)
+            is_copy = sum(tensor.nbytes for tensor in shard.values()) <= shard_bytes
+            del shard  # what is written is gone
+            _wait(checksums.values(), at_most=_NUM_WRITERS - 1 if is_copy else 0)
+        _wait(checksums.values(), at_most=0)
+    files = {name: {"sha256": checksum.result()} for name, checksum in checksums.items()}
     if tokenizer is not None:
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
-        names.append("tokenizer.json")
-    files = {}
-    for name in names:
-        _sync(folder / name)
-        files[name] = {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
+        _sync(folder / "tokenizer.json")
+        files["tokenizer.json"] = {"sha256": _sha256(folder / "tokenizer.json")}
+    files = {name: {"bytes": (folder / name).stat().st_size, **entry} for name, entry in files.items()}
     manifest = {"format": FORMAT, "step": step, "tensors": entries, "files": files, "meta": meta}
     manifest["checksum"] = _checksum(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -132,7 +138,21 @@ def _write(
     _sync(folder)
 
 
+def _spec(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+
+def _wait(writes: Iterable[Future[str]], at_most: int) -> None:
+    """Until no more than `at_most` are under way; raises what went wrong in those that are done."""
+    _, running = wait(list(writes), timeout=0)
+    while len(running) > at_most:
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        for write in done:
+            write.result()
+
+
 def _grouped(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Copies of at most `shard_bytes` together; a tensor that is larger alone, not copied: valid until the next."""
     shard: dict[str, torch.Tensor] = {}
     num_bytes = 0
     for name, tensor in tensors:
@@ -140,6 +160,9 @@ def _grouped(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> I
             yield shard
             shard, num_bytes = {}, 0
         assert name not in shard, f"two tensors are called {name}"
+        if tensor.nbytes > shard_bytes:
+            yield {name: tensor.detach().cpu().contiguous()}
+            continue
         shard[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         num_bytes += tensor.nbytes
     if shard:
@@ -199,7 +222,8 @@ class Checkpoint:
         self.meta: dict[str, Any] = manifest["meta"]
         self._tensors: dict[str, dict[str, Any]] = manifest["tensors"]
         self._files: dict[str, dict[str, Any]] = manifest["files"]
-        self._open: dict[str, Any] = {}
+        self._verified: set[str] = set()
+        self._last: tuple[str, Any] | None = None  # only one file is held mapped
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
@@ -242,12 +266,13 @@ class Checkpoint:
         return tensor
 
     def _file(self, name: str) -> Any:
-        if name not in self._open:
+        if self._last is None or self._last[0] != name:
             path = self.folder / name
-            if _sha256(path) != self._files[name]["sha256"]:
+            if name not in self._verified and _sha256(path) != self._files[name]["sha256"]:
                 raise BrokenCheckpoint(f"{path} does not match its checksum: use another checkpoint")
-            self._open[name] = safe_open(path, framework="pt")
-        return self._open[name]
+            self._verified.add(name)
+            self._last = (name, safe_open(path, framework="pt"))
+        return self._last[1]
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A params file: what to build, what to train it on, and how.
 
-Sections `model`, `data`, `train`, `optimizer` and `schedule` hold the fields of their configuration classes.
+Sections `model`, `data`, `train`, `optimizer`, `schedule` and `memoryx` hold the fields of their configuration classes.
 Keys outside a section are put into the one that has them, so the vendor's three-line files are complete.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from openwafer.config import load_yaml, parse, unknown
 from openwafer.data.config import DataConfig
 from openwafer.errors import UserError
-from openwafer.memoryx.config import OptimizerConfig
+from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.models.config import ModelConfig
 from openwafer.train.config import TrainConfig
 from openwafer.train.schedule import ScheduleConfig
@@ -32,6 +32,7 @@ class Params:
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    memoryx: MemoryConfig = field(default_factory=MemoryConfig)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, as a params file would have them."""
@@ -44,6 +45,7 @@ SECTIONS: dict[str, type] = {
     "train": TrainConfig,
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
+    "memoryx": MemoryConfig,
 }
 
 

@@ -7,7 +7,7 @@ import argparse
 import json
 
 from openwafer.config import add_flags, flag_values
-from openwafer.memoryx.config import OptimizerConfig
+from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.train.config import TrainConfig
 
 _TRAIN_FLAGS = (
@@ -31,18 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_flags(parser, TrainConfig, _TRAIN_FLAGS)
     add_flags(parser, OptimizerConfig, ("lr",))
+    add_flags(parser, MemoryConfig, ("dram", "flash"))
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
 def run(args: argparse.Namespace) -> None:
     from openwafer.params import run_params
 
-    flags = {"train": flag_values(TrainConfig, args), "optimizer": flag_values(OptimizerConfig, args)}
+    configs = {"train": TrainConfig, "optimizer": OptimizerConfig, "memoryx": MemoryConfig}
+    flags = {section: flag_values(cls, args) for section, cls in configs.items()}
     params = run_params(args.params, flags)
 
     from openwafer.train.job import Job, JobConfig
 
-    sections = {name: getattr(params, name) for name in ("model", "data", "train", "optimizer", "schedule")}
+    sections = {name: getattr(params, name) for name in ("model", "data", "train", "optimizer", "schedule", "memoryx")}
     result = Job(JobConfig(**sections, params=params.as_json())).run()
     summary = {
         **vars(result),

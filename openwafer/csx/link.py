@@ -49,17 +49,21 @@ class DirectLink:
     def __init__(self, store: Store, device: torch.device | None = None) -> None:
         self.store = store
         self.device = device or torch.device("cpu")
+        self._last_applied = len(store.graph.units)
 
     def stream(self, order: Iterable[Unit]) -> Iterator[tuple[Unit, Mapping[str, Tensor]]]:
         return self.store.stream(order)
 
     def send(self, unit: Unit, gradients: Mapping[str, Tensor]) -> Parcel:
-        if unit.index > 0:
-            self.store.prefetch_update(self.store.graph.units[unit.index - 1])
         return unit, gradients
 
     def apply(self, parcel: Parcel, numbers: UpdateNumbers) -> None:
         unit, gradients = parcel
+        # Updates go down the Units during backward and up when they were held back: the next one is a neighbour.
+        coming = unit.index + (1 if unit.index > self._last_applied else -1)
+        if 0 <= coming < len(self.store.graph.units):
+            self.store.prefetch_update(self.store.graph.units[coming])
+        self._last_applied = unit.index
         self.store.update(unit, gradients, numbers)
 
     def discard(self, parcel: Parcel) -> None:

@@ -135,10 +135,18 @@ Adafactor = functools.partial(OptimizerConfig, kind="adafactor")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """The tiers that hold weights and optimizer state."""
+    """The tiers that hold weights and optimizer state.
+
+    Besides `dram` a run needs memory for its code, activations and the gradients of one Unit (of all Units
+    when they are clipped), and while a checkpoint is written up to `snapshot`.
+    """
 
     dram: int | None = option(
         None, help="DRAM for weights and optimizer state, such as 20GiB (default: all)", size=True
     )
     flash: Path | None = option(None, help="folder for what does not fit into DRAM")
-    wire: Literal["fp32", "bf16"] = option("fp32", help="what is streamed; bf16 keeps the exact fp32 master beside it")
+    snapshot: int | None = option(
+        None,
+        help="DRAM for copies while a checkpoint is written (default: 10 % of dram; as needed if there is no dram)",
+        size=True,
+    )

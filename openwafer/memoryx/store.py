@@ -6,6 +6,7 @@ lives with the first; the others are sent the same array.
 """
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +17,9 @@ from torch import Tensor
 from openwafer.graph import Graph, Unit
 from openwafer.graph.unit import padded
 from openwafer.memoryx.halves import Item, scaled, update_halves
-from openwafer.memoryx.optimizer import Optimizer, Shape
+from openwafer.memoryx.optimizer import Optimizer
+from openwafer.memoryx.segment import Segment
+from openwafer.memoryx.snapshot import Snapshot
 from openwafer.memoryx.tier import Key, Tier
 from openwafer.memoryx.update import UpdateNumbers
 from openwafer.memoryx.wire import merge, split
@@ -28,18 +31,6 @@ _DTYPES: dict[Wire, dict[str, torch.dtype]] = {
     "fp32": {WIRE: torch.float32},
     "bf16": {WIRE: torch.bfloat16, REMAINDER: torch.int16},
 }
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Where one weight's part of a field lies in its Unit's flat array."""
-
-    key: Key
-    offset: int
-    shape: Shape
-
-    def of(self, flat: Tensor) -> Tensor:
-        return flat[self.offset : self.offset + _elements(self.shape)].view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -120,7 +111,7 @@ class Store:
         """All fields of some weights of a Unit, to be changed in place."""
         names = list(names)
         keys = self._keys(names)
-        flats = {key: self._tiers[key].load(key) for key in keys}
+        flats = {key: self._load_to_change(key) for key in keys}
         try:
             yield {
                 name: {field: segment.of(flats[segment.key]) for field, segment in self.segments[name].items()}
@@ -137,14 +128,46 @@ class Store:
 
     def write(self, name: str, field: str, value: Tensor) -> None:
         """Set one weight (`wire`, given as fp32) or one kind of its state."""
-        values = {field: value}
-        if field == WIRE and self.wire == "bf16":
-            values = dict(zip((WIRE, REMAINDER), split(value.float()), strict=True))
-        for part, tensor in values.items():
-            segment = self.segments[name][part]
-            flat = self._tiers[segment.key].load(segment.key)
-            segment.of(flat).copy_(tensor.reshape(segment.shape))
-            self._tiers[segment.key].release(segment.key, changed=True)
+        self.write_all([(name, field, value)])
+
+    def write_all(self, values: Iterable[tuple[str, str, Tensor]]) -> None:
+        """Set many (weight, field, value); those of one Unit in a row are written to its tier together."""
+        flats: dict[Key, Tensor] = {}
+        try:
+            for name, field, value in self._parts(values):
+                segment = self.segments[name][field]
+                if any(key[0] != segment.key[0] for key in flats):
+                    self._release_changed(flats)
+                if segment.key not in flats:
+                    flats[segment.key] = self._load_to_change(segment.key)
+                segment.of(flats[segment.key]).copy_(value.reshape(segment.shape))
+        finally:
+            self._release_changed(flats)
+
+    def _parts(self, values: Iterable[tuple[str, str, Tensor]]) -> Iterator[tuple[str, str, Tensor]]:
+        """The values as they are stored: a weight may be kept in two halves."""
+        for name, field, value in values:
+            if field == WIRE and self.wire == "bf16":
+                wire, remainder = split(value.float())
+                yield name, WIRE, wire
+                yield name, REMAINDER, remainder
+            else:
+                yield name, field, value
+
+    def _load_to_change(self, key: Key) -> Tensor:
+        flat = self._tiers[key].load(key)
+        self._tiers[key].preserve(key)
+        return flat
+
+    def _release_changed(self, flats: dict[Key, Tensor]) -> None:
+        while flats:
+            key, _ = flats.popitem()
+            self._tiers[key].release(key, changed=True)
+
+    def freeze(self) -> Snapshot:
+        """Everything as it is now, to be read by another thread while updates go on."""
+        assert self.wire == "fp32", "a snapshot does not join halves"
+        return Snapshot(self.graph, self.segments, self._tiers)
 
     def read_all(self) -> Iterator[tuple[str, str, Tensor]]:
         """(weight, field, value) of everything, Unit by Unit; each value is valid until the next is asked for.
@@ -182,7 +205,7 @@ def layout(graph: Graph, optimizer: Optimizer, wire: Wire = "fp32") -> dict[str,
             for field, state_shape in optimizer.state_shapes(shape).items() if weight.requires_grad else ():
                 start = ends.get(field, 0)
                 parts[field] = Segment((unit.index, field), start, state_shape)
-                ends[field] = start + padded(_elements(state_shape))
+                ends[field] = start + padded(math.prod(state_shape))
             segments[weight.name] = parts
     return segments
 
@@ -192,14 +215,7 @@ def fields(graph: Graph, optimizer: Optimizer, wire: Wire = "fp32") -> list[Fiel
     sizes: dict[Key, int] = {}
     for parts in layout(graph, optimizer, wire).values():
         for segment in parts.values():
-            end = segment.offset + padded(_elements(segment.shape))
+            end = segment.offset + padded(math.prod(segment.shape))
             sizes[segment.key] = max(sizes.get(segment.key, 0), end)
     ordered = sorted(sizes, key=lambda key: (key[1] != WIRE, key[0], key[1]))
     return [FieldSpec(key, sizes[key], _DTYPES[wire].get(key[1], optimizer.state_dtype)) for key in ordered]
-
-
-def _elements(shape: Shape) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

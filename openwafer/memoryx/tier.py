@@ -2,8 +2,12 @@
 
 `load` gives an array to work on, `release` says that the work is done and whether it changed anything,
 `prefetch` says that it will be needed soon. In DRAM all of that is trivial.
+
+While frozen, a tier keeps what every array held at that moment, for a checkpoint, although training goes on:
+`preserve` comes before a change, `read_frozen` reads the old content, `drop_frozen` says it is not needed any more.
 """
 
+import threading
 from typing import Protocol
 
 import torch
@@ -31,20 +35,50 @@ class Tier(Protocol):
         """Ends a `load`; a changed array is kept."""
         ...
 
+    def freeze(self) -> None:
+        """Keep the present content of all arrays readable until `thaw`."""
+        ...
+
+    def preserve(self, key: Key) -> None:
+        """Comes before a change of a loaded array; may wait until memory for the old content is free."""
+        ...
+
+    def kept(self) -> list[Key]:
+        """Keys best read next: one that `preserve` waits for, then those whose old content takes up memory."""
+        ...
+
+    def read_frozen(self, key: Key, start: int, num_elements: int) -> Tensor:
+        """Part of an array as it was when frozen; valid until the next call. For one other thread."""
+        ...
+
+    def drop_frozen(self, key: Key) -> None:
+        """The frozen content of this array has been read."""
+        ...
+
+    def thaw(self) -> None:
+        """Forget all frozen content."""
+        ...
+
     def close(self) -> None:
         """Finish what is under way and give back what the tier holds."""
         ...
 
 
 class DramTier:
-    """Arrays that stay in memory."""
+    """Arrays that stay in memory. At most `snapshot_bytes` of copies are made while frozen (None: no limit)."""
 
-    def __init__(self) -> None:
+    def __init__(self, snapshot_bytes: int | None = None) -> None:
         self._arrays: dict[Key, Tensor] = {}
+        self._snapshot_bytes = snapshot_bytes
+        self._changed = threading.Condition()
+        self._frozen: set[Key] = set()  # content not yet read
+        self._copies: dict[Key, Tensor] = {}  # old content of frozen arrays that have changed since
+        self._reading: Key | None = None
+        self._wanted: Key | None = None  # what `preserve` waits for
 
     @property
     def num_bytes(self) -> int:
-        return sum(array.numel() * array.itemsize for array in self._arrays.values())
+        return sum(array.nbytes for array in self._arrays.values())
 
     def create(self, key: Key, num_elements: int, dtype: torch.dtype) -> None:
         self._arrays[key] = torch.zeros(num_elements, dtype=dtype)
@@ -58,5 +92,54 @@ class DramTier:
     def release(self, key: Key, *, changed: bool) -> None:
         pass
 
+    def freeze(self) -> None:
+        with self._changed:
+            self._frozen = set(self._arrays)
+
+    def preserve(self, key: Key) -> None:
+        with self._changed:
+            self._wanted = key
+            self._changed.wait_for(lambda: not self._must_wait(key))
+            self._wanted = None
+            if key in self._frozen and key not in self._copies:
+                self._copies[key] = self._arrays[key].clone()
+
+    def _must_wait(self, key: Key) -> bool:
+        """While the old content is being read in place, or there is no room for a copy and others will go."""
+        if key not in self._frozen or key in self._copies:
+            return False
+        if key == self._reading:
+            return True
+        used = sum(copy.nbytes for copy in self._copies.values())
+        fits = self._snapshot_bytes is None or used + self._arrays[key].nbytes <= self._snapshot_bytes
+        return not fits
+
+    def kept(self) -> list[Key]:
+        with self._changed:
+            waited_for = [self._wanted] if self._wanted is not None and self._must_wait(self._wanted) else []
+            return [*waited_for, *self._copies]
+
+    def read_frozen(self, key: Key, start: int, num_elements: int) -> Tensor:
+        with self._changed:
+            assert key in self._frozen, key
+            if key not in self._copies:
+                self._reading = key
+            return self._copies.get(key, self._arrays[key])[start : start + num_elements]
+
+    def drop_frozen(self, key: Key) -> None:
+        with self._changed:
+            self._frozen.discard(key)
+            self._copies.pop(key, None)
+            self._reading = None
+            self._changed.notify_all()
+
+    def thaw(self) -> None:
+        with self._changed:
+            self._frozen.clear()
+            self._copies.clear()
+            self._reading = None
+            self._changed.notify_all()
+
     def close(self) -> None:
+        self.thaw()
         self._arrays.clear()

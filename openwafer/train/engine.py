@@ -1,7 +1,7 @@
 """What a training engine is: one step on a global batch, evaluation, and the state a checkpoint holds."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from openwafer.csx.worker import MicroBatch
 from openwafer.errors import UserError
 from openwafer.graph import Graph
 
-__all__ = ["Engine", "MicroBatch", "StepResult", "mean_loss"]
+__all__ = ["Engine", "Frozen", "MicroBatch", "StepResult", "mean_loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,14 @@ class StepResult:
     grad_norm: float  # before clipping
     lr: float
     skipped: bool = False  # the step was vetoed: nothing was changed
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The state at one moment: what `Engine.tensors` gave then, for another thread. `close` must be called."""
+
+    tensors: Iterator[tuple[str, Tensor]]
+    close: Callable[[], None]
 
 
 class Engine(Protocol):

@@ -9,8 +9,8 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,11 +25,11 @@ from openwafer.data.shards import Shards
 from openwafer.errors import UserError
 from openwafer.graph import Graph, capture
 from openwafer.graph.deferred import deferred, initialise
-from openwafer.memoryx.config import OptimizerConfig
+from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.groups import with_groups
 from openwafer.memoryx.optimizer import make_optimizer
-from openwafer.memoryx.store import Store, fields
-from openwafer.memoryx.tier import DramTier
+from openwafer.memoryx.placement import close_tiers, open_tiers, place
+from openwafer.memoryx.store import Store
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
 from openwafer.train import guard
@@ -37,6 +37,7 @@ from openwafer.train.config import TrainConfig
 from openwafer.train.engine import MicroBatch
 from openwafer.train.metrics import MetricsLog, StepMetrics
 from openwafer.train.progress import ProgressDisplay
+from openwafer.train.saver import Saver
 from openwafer.train.schedule import ScheduleConfig
 from openwafer.train.streamed import Streamed, fill, restore
 
@@ -50,6 +51,7 @@ class JobConfig:
     train: TrainConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
+    memoryx: MemoryConfig = field(default_factory=MemoryConfig)
     params: dict[str, Any]  # stored in checkpoints, so that they can be served and compared
 
 
@@ -88,20 +90,31 @@ class Job:
         self.graph = with_groups(self._capture(training=True), config.optimizer.groups)
         self.resumed = checkpoint.latest(train.model_dir)
         self.kept_meta: dict[str, Any] = {}  # filled from the checkpoint: what came with imported weights
-        self.engine = self._engine()
+        self.placement = place(self.graph, make_optimizer(config.optimizer), config.memoryx)
+        self.tiers = open_tiers(self.placement, config.memoryx)
+        try:
+            self.engine = self._engine()
+        except BaseException:
+            close_tiers(self.tiers)
+            raise
 
     def run(self) -> JobResult:
-        """What `mode` asks for."""
-        self._announce()
-        if self.config.train.mode == "eval":
-            return self._result(None, self._evaluate(), None)
-        return self._fit()
+        """What `mode` asks for; afterwards the job is over."""
+        try:
+            self._announce()
+            if self.config.train.mode == "eval":
+                return self._result(None, self._evaluate(), None)
+            return self._fit()
+        finally:
+            close_tiers(self.tiers)
 
     def _fit(self) -> JobResult:
         train, engine = self.config.train, self.engine
         loss = eval_loss = rate = None
-        saved_step = engine.num_steps_done if self.resumed else None
+        saver = Saver(self._save, _say)
+        saver.saved_step = engine.num_steps_done if self.resumed else None
         with (
+            _closing(saver),
             MetricsLog(train.model_dir, resumed_step=engine.num_steps_done) as log,
             ProgressDisplay(train.num_steps, start=engine.num_steps_done, every=train.log_every) as display,
             _interruptible() as interrupted,
@@ -122,11 +135,12 @@ class Job:
                 )
                 log.write(metrics)
                 display.update(metrics)
+                saver.poll()
                 if self._is_due(train.checkpoint_every):
-                    self._save()
-                    saved_step = engine.num_steps_done
-            if saved_step != engine.num_steps_done:
-                self._save()
+                    saver.start(engine.num_steps_done, engine.freeze)
+            saver.wait()
+            if saver.saved_step != engine.num_steps_done:
+                saver.save_now(engine.num_steps_done, engine.freeze)
             if interrupted:
                 step = engine.num_steps_done
                 _say(f"interrupted after step {step}; it is saved, and the same command goes on from there")
@@ -157,8 +171,7 @@ class Job:
         """From the last checkpoint if there is one, else the model's own initialisation."""
         config, seed = self.config, self.config.train.seed
         optimizer = make_optimizer(config.optimizer)
-        dram = DramTier()
-        store = Store(self.graph, optimizer, {spec.key: dram for spec in fields(self.graph, optimizer)})
+        store = Store(self.graph, optimizer, self.tiers)
         buffers = [name for name in self.graph.buffers if name not in self.graph.constants]
         schedule = config.schedule.build(config.train.num_steps)
         if self.resumed is None:
@@ -204,15 +217,17 @@ class Job:
                 f"prepare the text with `openwafer data prepare --tokenizer {ours} ...`"
             )
 
-    def _save(self) -> None:
-        train = self.config.train
-        checkpoint.save(
+    def _save(self, step: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:
+        train, dram = self.config.train, self.config.memoryx.dram
+        return checkpoint.save(
             train.model_dir,
-            self.engine.num_steps_done,
-            self.engine.tensors(),
+            step,
+            tensors,
             {"params": self.config.params, **self.kept_meta},
             tokenizer=self.train_shards.tokenizer,
             keep=train.keep_checkpoints,
+            # Under a budget the copies that writing makes are kept small beside it.
+            shard_bytes=checkpoint.SHARD_BYTES if dram is None else min(checkpoint.SHARD_BYTES, dram // 64),
         )
 
     # Data
@@ -241,12 +256,28 @@ class Job:
             f"{graph.num_parameters:,} parameters in {len(graph.units)} Units ({len(graph.functions)} distinct), "
             f"{train.batch_size} x {self.context} tokens per step, on {train.device}"
         )
+        if self.placement.flash:
+            _say(str(self.placement))
         if self.resumed is not None:
             _say(f"resuming from {self.resumed}")
 
 
 def _vocabulary(tokenizer: Path) -> Any:
     return json.loads(tokenizer.read_text(encoding="utf-8")).get("model", {}).get("vocab")
+
+
+@contextlib.contextmanager
+def _closing(saver: Saver) -> Iterator[None]:
+    """A checkpoint under way is finished whatever happens to training, except when the user wants out at once."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        saver.close(at_once=True)
+        raise
+    except BaseException:
+        saver.close()
+        raise
+    saver.close()
 
 
 @contextlib.contextmanager

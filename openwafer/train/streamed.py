@@ -4,6 +4,7 @@ Equals `reference.py` bit for bit. Where nothing can veto a step, updates start 
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -23,7 +24,7 @@ from openwafer.memoryx.norm import block_sums, clip_factor, global_norm
 from openwafer.memoryx.store import REMAINDER, WIRE, Store
 from openwafer.memoryx.update import UpdateNumbers
 from openwafer.train import guard
-from openwafer.train.engine import MicroBatch, StepResult, mean_loss
+from openwafer.train.engine import Frozen, MicroBatch, StepResult, mean_loss
 
 
 class Streamed:
@@ -137,16 +138,25 @@ class Streamed:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Everything a checkpoint holds, by name; each valid until the next is asked for."""
         self.link.drain()
-        for name, field, value in self.store.read_all():
-            yield f"weights/{name}" if field == WIRE else f"optimizer/{field}/{name}", value
+        yield from _named(self.store.read_all())
+        yield from self._others()
+
+    def freeze(self) -> Frozen:
+        """Everything a checkpoint of this moment holds, to be read while training goes on."""
+        self.link.drain()
+        snapshot = self.store.freeze()
+        others = list(self._others())
+        return Frozen(itertools.chain(_named(snapshot.read_all()), others), snapshot.close)
+
+    def _others(self) -> Iterator[tuple[str, Tensor]]:
+        """What is not in the store: buffers are replaced, never changed, so they need no copy."""
         yield from ((f"buffers/{name}", tensor) for name, tensor in self.buffers.items())
         yield guard.STATE, self.guard.tensor()
 
 
 def fill(store: Store, values: Iterable[tuple[str, Tensor]]) -> None:
     """Initial weights into their tier, one at a time."""
-    for name, value in values:
-        store.write(name, WIRE, value)
+    store.write_all((name, WIRE, value) for name, value in values)
 
 
 def restore(store: Store, read: Callable[[str], Tensor], *, with_state: bool = True) -> None:
@@ -154,11 +164,21 @@ def restore(store: Store, read: Callable[[str], Tensor], *, with_state: bool = T
 
     Without state (imported weights) the optimizer starts anew.
     """
-    for name, parts in store.segments.items():
-        for field in parts if with_state else [WIRE]:
-            if field == REMAINDER:  # written with the wire: together they are the weight
-                continue
-            store.write(name, field, read(f"weights/{name}" if field == WIRE else f"optimizer/{field}/{name}"))
+    wanted = [
+        (name, field)
+        for name, parts in store.segments.items()
+        for field in (parts if with_state else [WIRE])
+        if field != REMAINDER  # written with the wire: together they are the weight
+    ]
+    store.write_all((name, field, read(_name(name, field))) for name, field in wanted)
+
+
+def _named(values: Iterable[tuple[str, str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    yield from ((_name(name, field), value) for name, field, value in values)
+
+
+def _name(weight: str, field: str) -> str:
+    return f"weights/{weight}" if field == WIRE else f"optimizer/{field}/{weight}"
 
 
 def _bad_loss(graph: Graph, done: Pass) -> UserError:
