@@ -89,6 +89,10 @@ class Job:
             self.module = build(config.model)
         self.graph = with_groups(self._capture(training=True), config.optimizer.groups)
         self.resumed = checkpoint.latest(train.model_dir)
+        if train.mode == "eval" and self.resumed is None:
+            raise UserError(
+                f"{train.model_dir} has no checkpoint to evaluate: train first, or name another --model_dir"
+            )
         self.kept_meta: dict[str, Any] = {}  # filled from the checkpoint: what came with imported weights
         self.placement = place(self.graph, make_optimizer(config.optimizer), config.memoryx)
         self.tiers = open_tiers(self.placement, config.memoryx)

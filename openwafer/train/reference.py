@@ -72,7 +72,9 @@ class Reference:
         """One update on the global batch, given as its fixed list of micro-batches."""
         with torch.random.fork_rng(devices=[]):  # Units set the random state; the caller keeps its own
             gradients, buffers, loss = self._gradients(micro_batches)
-        norm = global_norm(block_sums(gradient) for gradient in gradients.values())
+        norm = math.nan  # of gradients of a loss that is not finite
+        if math.isfinite(loss):
+            norm = global_norm(block_sums(gradient) for gradient in gradients.values())
         lr = self.config.lr * self.schedule(self.state.step)
         is_good = self.guard.judge(loss, norm, lambda: self._not_finite(loss, gradients))
         if is_good:

@@ -271,6 +271,23 @@ def test_a_nan_is_skipped_whole_or_stops_with_the_unit() -> None:
         stops.step(touchy(0, x=float("nan")))
 
 
+def test_an_infinite_loss_with_finite_gradients_is_skipped_too() -> None:
+    class Capped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).mean() + gain  # the gradient knows nothing of the gain
+
+    reference, streamed = both(Capped(), touchy(0)[0], OptimizerConfig(nan="skip"))
+    for gain in (1.0, float("inf"), 1.0):
+        expected, found = reference.step(touchy(0, gain)), streamed.step(touchy(0, gain))
+        assert repr(expected) == repr(found)
+        assert expected.skipped == (gain != 1.0)
+    assert_equal(reference, streamed)
+
+
 def test_a_run_that_only_skips_stops() -> None:
     _, streamed = both(Touchy(), touchy(0)[0], OptimizerConfig(nan="skip"))
     for _ in range(100):
