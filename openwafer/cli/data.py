@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps({**vars(done), "folder": str(done.folder)}))
         return
     print(
-        f"{done.num_documents} document{'s' * (done.num_documents != 1)}, {done.train_tokens} train and {done.val_tokens} val tokens, "
+        f"{done.num_documents} document{'s' * (done.num_documents != 1)}, "
+        f"{done.train_tokens} train and {done.val_tokens} val tokens, "
         f"vocabulary {done.vocab_size}, in {done.folder}",
         file=sys.stdout,
     )

@@ -77,4 +77,4 @@ def folded_sum(values: Tensor, dim: int) -> Tensor:
 
 
 def _root_mean_square(values: Tensor) -> float:
-    return global_norm(block_sums(values)) / math.sqrt(values.numel())
+    return global_norm([block_sums(values)]) / math.sqrt(values.numel())
