@@ -1,0 +1,200 @@
+/* The fast machine. It computes what reference.py computes, but flow by flow: a stream that moves one word per cycle
+ * costs an event when it starts, when it stops and when its words change owner, however long it is.
+ *
+ * A mover (a router's queue, a core's output queue, or a running fabric instruction) is either firing, one word in
+ * every cycle, or not. It is evaluated at the cycles in which that may change; evaluating it once too often is
+ * harmless. Values travel apart from time: a stream holds all the words of a send from its first cycle on, and runs
+ * in the queues point into it.
+ */
+#ifndef OPENWAFER_ENGINE_H
+#define OPENWAFER_ENGINE_H
+#include <stdint.h>
+#include <stddef.h>
+
+typedef uint8_t u8;
+typedef uint16_t u16;
+typedef uint32_t u32;
+typedef uint64_t u64;
+typedef int16_t i16;
+typedef int32_t i32;
+typedef int64_t i64;
+
+enum { INSTRUCTION_WORDS = 24, NUM_THREADS = 9, MAIN_THREAD = 8, MAX_POSITIONS = 4, MAX_LENGTH = 48 * 1024 };
+enum { NORTH, EAST, SOUTH, WEST, RAMP, RAMP_IN };
+enum { NODE_ROUTER, NODE_OUTPUT, NODE_INPUT };
+enum { KIND_NONE, KIND_MEM, KIND_FABRIC, KIND_REG };
+enum { F_OP = 0, F_DTYPE = 1, F_LENGTH = 2, F_LENGTH_REG = 3, F_DST = 4, F_A = 8, F_B = 12, F_THREAD = 16, F_THEN = 17,
+       F_IMM = 18, F_N = 19, F_K = 20, F_TARGET = 21, F_SKIP_ZEROS = 22 };
+enum { OP_MOV, OP_ADD, OP_SUB, OP_MUL, OP_MAX, OP_MAC, OP_EXP, OP_RSQRT, OP_RECIP, OP_CONVERT, OP_SUM, OP_DOT, OP_MAXOF,
+       OP_TILE, OP_CONTROL, OP_SET, OP_IADD, OP_IMUL, OP_FADD, OP_FMUL, OP_FMAX, OP_FEXP, OP_FRSQRT, OP_FRECIP, OP_LOAD,
+       OP_STORE, OP_UNPACK, OP_LOOP, OP_ENDLOOP, OP_BRANCH, OP_ACTIVATE, OP_BLOCK, OP_UNBLOCK, OP_END };
+enum { T_F32, T_F16, T_BF16, T_I32, T_I16 };
+enum { FAULT_NONE, FAULT_COLLISION, FAULT_OUT_OF_BOUNDS, FAULT_QUEUE_BUSY, FAULT_THREAD_BUSY, FAULT_DEADLOCK,
+       FAULT_STRANDED, FAULT_CYCLE_LIMIT, FAULT_NO_MEMORY };
+enum { WAIT_NONE, WAIT_ROOM, WAIT_LINK, WAIT_WORDS };
+
+#define NIL 0xFFFFFFFFu
+#define NEVER INT32_MAX
+#define OPEN (-1)
+/* What an event or a feeder names: a node, an operation or a PE, told apart by the top bits. */
+#define ID_OPERATION 0x40000000u
+#define ID_PE 0x80000000u
+#define ID_INDEX 0x3FFFFFFFu
+#define ID_KIND 0xC0000000u
+
+/* All the words of one send, shared by every queue they pass through. */
+typedef struct Stream {
+    u32 refs, size;
+    u32 control;
+    u32 words[];
+} Stream;
+
+/* Consecutive words of a stream in a queue: word i arrives in cycle `arrives + i`. OPEN while still being fed. */
+typedef struct {
+    Stream *stream;
+    u32 offset, next;
+    i32 arrives, count;
+} Run;
+
+typedef struct {
+    u32 pe, route, feeder, operation;
+    u32 head, tail;           /* runs */
+    i32 taken, fire_start;    /* words taken from the head run before fire_start */
+    i32 reference, waits_since, advance_at;
+    i16 occupied, capacity;   /* words at the start of cycle `reference` */
+    u8 colour, kind, position, links;
+    u8 fed, firing, blocked, shared; /* blocked: sides whose feeder waits for room here; shared: contended links */
+    u8 cause, has_task;
+    u32 fired;
+} Node;
+
+typedef struct {
+    u32 pe, input, output;    /* nodes or NIL */
+    const i32 *row;
+    i32 start, remaining, fire_start, done_at, length, waits_since;
+    u32 taken;                /* words moved before fire_start */
+    u8 thread, firing, cause, writes_memory;
+    i32 low, high;            /* bytes it will write */
+    Stream *out;              /* current output stream, and which input word its first word came from */
+    Stream *in;
+    u32 in_base, out_base;
+    Stream *operand;          /* elements as fp32 or int32, read at issue */
+    Run *pieces;              /* of received words: stream, offset, count */
+    u32 num_pieces, room_pieces;
+    u32 next_free;
+} Operation;
+
+typedef struct {
+    u32 first_node, routers, outputs, inputs; /* masks of colours; nodes lie in this order */
+    u32 waiting_routers, waiting_outputs;     /* colours that wait for a link */
+    i64 memory;
+    i32 program, pc, ready_at, last_event;
+    u32 activated, blocked;
+    u32 threads[NUM_THREADS];                 /* operations, or NIL */
+    u8 links, num_receives, registers_pending, visits;
+    u32 hops;
+    i64 busy;
+    i32 seen;
+} Pe;
+
+typedef struct {
+    u32 num_positions;
+    u8 inputs[MAX_POSITIONS], outputs[MAX_POSITIONS];
+} Route;
+
+typedef struct {
+    const i32 *code;
+    i32 num_instructions, num_tasks, memory_bytes;
+    const i32 *tasks;         /* num_tasks x (entry, colour or -1, register, start) */
+    const i32 *input_words, *output_words; /* 24 capacities, 0: not bound */
+} Program;
+
+/* Filled by engine.py; the order is the contract. */
+typedef struct {
+    i32 vector_startup, vector_minimum, vector_overlap, group_cycles_16, simd_16, fabric_startup, task_start, scalar,
+        divide;
+    i32 ramp_cycles, router_words, num_banks, bank_bytes, num_registers, loop_inner, loop_outer;
+} Costs;
+
+typedef struct {
+    i32 pe, kind, start, end; /* kind: task number, or 100 + thread */
+} Span;
+
+typedef struct {
+    u32 *ids;
+    u32 count, room;
+} Bucket;
+
+enum { WHEEL = 4096 };
+
+typedef struct {
+    i32 since;
+    u32 colour, id;
+} Candidate;
+
+typedef struct Engine {
+    i32 width, height, num_pes;
+    u32 num_nodes;
+    Node *nodes;
+    Pe *pes;
+    Program *programs;
+    Route *routes;
+    Costs costs;
+    u8 *memory;
+    i32 *registers;
+    Run *runs;
+    u32 num_runs, room_runs, free_run;
+    Operation *operations;
+    u32 num_operations, room_operations, free_operation;
+    Bucket wheel[WHEEL];
+    u64 occupied[WHEEL / 64];
+    u64 *heap;                /* events beyond the wheel: time << 32 | id */
+    u32 heap_count, heap_room;
+    i32 now, max_cycles;
+    u64 pending;
+    Candidate *candidates;
+    u32 num_candidates, room_candidates;
+    u32 *starters;
+    u32 num_starters, room_starters;
+    u32 *ready_pes;
+    u32 num_ready, room_ready;
+    i32 fault, fault_pe, fault_cycle, fault_detail;
+    i32 last_event;
+    i64 link_words, events, stalls[4];
+    float *scratch[3];
+    Span *spans;
+    u32 num_spans, room_spans;
+    i32 tracing;
+    i32 *task_started;        /* per PE, only while tracing */
+} Engine;
+
+/* engine.c */
+void schedule(Engine *e, u32 id, i32 time);
+void fail(Engine *e, i32 fault, u32 pe, i32 cycle, i32 detail);
+void *grow(Engine *e, void *items, u32 *room, u32 needed, size_t size);
+void add_span(Engine *e, u32 pe, i32 kind, i32 start, i32 end);
+/* flow.c */
+u32 node_of(const Engine *e, u32 pe, u32 kind, u32 colour);
+void process_movers(Engine *e, const u32 *ids, u32 count, i32 t);
+void wake_feeders(Engine *e, Node *node, i32 time);
+void settle(Node *node, i32 t);
+void pop_run(Engine *e, Node *node);
+Stream *new_stream(Engine *e, u32 size);
+void release(Stream *stream);
+/* core.c */
+void step_pe(Engine *e, u32 pe, i32 t);
+Stream *forward_stream(Engine *e, Operation *op, const Stream *in, u32 offset, u32 count, u32 first);
+/* values.c */
+u32 type_bytes(i32 dtype);
+void load_elements(i32 dtype, const u8 *from, i32 stride, i32 count, float *to);
+void store_elements(i32 dtype, u8 *to, i32 stride, i32 count, const float *from);
+void compute(i32 op, i32 dtype, i32 count, const float *a, const float *b, const float *dst, float *out);
+float reduce(i32 op, i32 dtype, float total, i32 count, const float *a, const float *b);
+void convert(i32 from, i32 to, i32 count, float *values);
+void tile(i32 dtype, u8 *c, const u8 *a, const u8 *b, i32 m, i32 n, i32 k);
+float half_to_float(u16 bits);
+float slow_function(i32 op, float x);
+/* cost.c */
+i32 vector_cost(const Costs *costs, const i32 *row, i32 length, const i32 *addresses);
+i32 tile_cost(const Costs *costs, i32 dtype, i32 m, i32 n, i32 k);
+#endif
