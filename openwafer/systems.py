@@ -22,6 +22,7 @@ class InstructionCosts:
     group_cycles_16: int  # per SIMD group of 16-bit elements, without bank conflicts
     simd_16: int  # 16-bit elements in a group
     fabric_startup: int  # before the first word of a fabric instruction
+    forward_latency: int  # from reading a word off the fabric to its result in the output queue
     task_start: int  # from choosing a task to its first instruction
     scalar: int  # one scalar instruction
     loop_inner: int  # one iteration of a scalar-indexed loop, besides its body
@@ -56,6 +57,7 @@ class Wafer:
     num_microthreads: int = 8
     num_registers: int = 32
     ramp_cycles: int = 2
+    hop_cycles: int = 1
     router_queue_words: int = 4  # not published; undisturbed streams cost the same from 3 words up
     input_queue_words: tuple[int, ...]
     output_queue_words: tuple[int, ...]
@@ -78,13 +80,15 @@ _WSE2_COSTS = InstructionCosts(
     group_cycles_16=1,
     simd_16=4,
     fabric_startup=5,
+    forward_latency=1,
     task_start=13,
     scalar=1,
     loop_inner=43,
     loop_outer=25,
     divide=50,
 )
-# Multiply-accumulates of WSE-3: max(5, 2 * groups - 1) cycles apart, 40 cycles per outer step (facts.md).
+# Multiply-accumulates of WSE-3: max(5, 2 * groups - 1) cycles apart, 40 cycles per outer step. The forward latency
+# and the 2 cycles per hop below solve the slopes over P of two measured kernels (facts.md).
 _WSE3_COSTS = InstructionCosts(
     vector_startup=0,
     vector_minimum=5,
@@ -92,6 +96,7 @@ _WSE3_COSTS = InstructionCosts(
     group_cycles_16=2,
     simd_16=8,
     fabric_startup=5,
+    forward_latency=7,
     task_start=13,
     scalar=1,
     loop_inner=0,
@@ -149,6 +154,7 @@ WSE3 = Wafer(
     usable_rows=1170,
     input_queue_words=(8, 8, 4, 4, 4, 4, 4, 4),
     output_queue_words=(8, 8, 8, 8, 8, 8, 8, 8),
+    hop_cycles=2,
     costs=_WSE3_COSTS,
 )
 

@@ -30,16 +30,16 @@ def pack(values: np.ndarray, dtype: Dtype) -> np.ndarray:
 
 
 def to_words(elements: np.ndarray) -> np.ndarray:
-    """Elements -> 32-bit wavelets; an odd number of 16-bit elements is filled with zero."""
-    if elements.dtype.itemsize == 2 and len(elements) % 2:
-        elements = np.append(elements, elements.dtype.type(0))
+    """Elements -> 32-bit wavelets, one each; 16-bit elements fill the lower half."""
+    if elements.dtype.itemsize == 2:
+        return np.ascontiguousarray(elements).view(np.uint16).astype(np.uint32)
     return np.ascontiguousarray(elements).view(np.uint32)
 
 
-def from_words(words: np.ndarray, dtype: Dtype, length: int) -> np.ndarray:
-    """Wavelets -> `length` values."""
-    raw = np.ascontiguousarray(words, np.uint32).view(np.uint8)[: length * dtype.num_bytes]
-    return unpack(raw, dtype)
+def from_words(words: np.ndarray, dtype: Dtype) -> np.ndarray:
+    """Wavelets -> values."""
+    bits = np.ascontiguousarray(words, np.uint32)
+    return unpack((bits.astype(np.uint16) if dtype.num_bytes == 2 else bits).view(np.uint8), dtype)
 
 
 def scalar_value(register: int, dtype: Dtype) -> np.ndarray:

@@ -209,7 +209,7 @@ class Core:
                 values = arithmetic.compute(Op.MAC, a[step], b[column, step : step + 1], c[column])
                 c[column] = arithmetic.unpack(arithmetic.pack(values, dtype), dtype)
         self._store(row, c.reshape(-1), m * n, dtype)
-        return tile_cycles(self.wafer, dtype, m, n, k)
+        return tile_cycles(self.wafer, dtype, m, n, k, outer_n=bool(row[Field.IMM]))
 
     def _scalar(self, op: Op, row: np.ndarray) -> None:
         registers, imm = self.registers, int(row[Field.IMM])
@@ -280,7 +280,7 @@ class Core:
             if target is not None and other.target == target:
                 raise Trap(Fault.QUEUE_BUSY, target)
         cycles = self.wafer.costs.fabric_startup
-        operation = Operation(thread, row, t + cycles, source, target, dtype.words(length), length, None)
+        operation = Operation(thread, row, t + cycles, source, target, length, length, None)
         self._prepare(operation, Op(row[Field.OP]), dtype, reads)
         if operation.remaining == 0:
             operation.done_at = operation.start
@@ -315,12 +315,8 @@ class Core:
     def forward(self, operation: Operation, word: int) -> int:
         """The word that a stream-to-stream instruction sends for the next word it reads."""
         row, dtype = operation.row, Dtype(operation.row[Field.DTYPE])
-        per_word = 4 // dtype.num_bytes
-        a = arithmetic.from_words(np.array([word], np.uint32), dtype, per_word)
-        b = None
-        if operation.operand is not None:
-            b = operation.operand[operation.taken * per_word : (operation.taken + 1) * per_word]
-            b = np.append(b, np.zeros(per_word - len(b), b.dtype))
+        a = arithmetic.from_words(np.array([word], np.uint32), dtype)
+        b = None if operation.operand is None else operation.operand[operation.taken : operation.taken + 1]
         if row[Field.B] == Kind.FABRIC:
             assert b is not None
             a, b = b, a
@@ -332,7 +328,7 @@ class Core:
         row = operation.row
         if operation.source is not None and operation.target is None:
             dtype, length = Dtype(row[Field.DTYPE]), operation.length
-            a = arithmetic.from_words(np.array(operation.words, np.uint32), dtype, length)
+            a = arithmetic.from_words(np.array(operation.words, np.uint32), dtype)
             b = operation.operand
             if row[Field.B] == Kind.FABRIC:
                 assert b is not None

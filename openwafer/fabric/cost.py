@@ -27,11 +27,11 @@ def vector_cycles(
     return max(costs.vector_minimum, cycles)
 
 
-def tile_cycles(wafer: Wafer, dtype: Dtype, m: int, n: int, k: int) -> int:
+def tile_cycles(wafer: Wafer, dtype: Dtype, m: int, n: int, k: int, *, outer_n: bool = False) -> int:
     """Cycles of TILE: its columns are placed so that no two operands meet in a bank."""
     costs = wafer.costs
     column = vector_cycles(wafer, Op.MAC, dtype, m, [(0, 1)], (8, 1))
-    return k * (costs.loop_outer + n * (costs.loop_inner + column))
+    return (n if outer_n else k) * costs.loop_outer + k * n * (costs.loop_inner + column)
 
 
 def scalar_cycles(wafer: Wafer, op: Op, overhead: int) -> int:

@@ -30,10 +30,6 @@ class Dtype(IntEnum):
         """How the host sees such an array; bfloat16 travels as its upper 16 bits."""
         return np.dtype(["<f4", "<f2", "<u2", "<i4", "<i2"][self])
 
-    def words(self, num_elements: int) -> int:
-        """Wavelets for so many elements: 16-bit elements travel in pairs."""
-        return num_elements if self.num_bytes == 4 else (num_elements + 1) // 2
-
 
 class Op(IntEnum):
     # Vectors: dst[i] = f(a[i], b[i]). MAC adds a*b to dst; over fabric every op may read or write a stream.
@@ -51,7 +47,8 @@ class Op(IntEnum):
     SUM = 10
     DOT = 11
     MAXOF = 12
-    # C[M, N] += A[M, K] @ B[K, N], column-major: K*N multiply-accumulate instructions of M elements each
+    # C[M, N] += A[M, K] @ B[K, N], column-major: K*N multiply-accumulate instructions of M elements each;
+    # the outer loop runs over K, or over N if IMM is 1
     TILE = 13
     # One control wavelet: routers that forward it advance that colour's switch
     CONTROL = 14

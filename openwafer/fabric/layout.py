@@ -3,7 +3,7 @@
 x grows to the east, y to the south; PE (x, y) has index y * width + x.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,6 +55,7 @@ class Layout:
     program_of: np.ndarray = field(init=False)  # int16 [height, width], index into programs or -1
     route_of: dict[int, np.ndarray] = field(default_factory=dict)  # colour -> int16 [height, width]
     params: list[tuple[str, Rect, np.ndarray]] = field(default_factory=list)
+    _placed: dict[Hashable, int] = field(default_factory=dict)  # program function and arguments -> program
 
     def __post_init__(self) -> None:
         wafer = self.wafer
@@ -71,11 +72,17 @@ class Layout:
 
     def place(self, function: Callable[..., None], rect: Rect | None = None, **arguments: object) -> Program:
         """Run `function(pe, **arguments)` on every PE of `rect` (everywhere by default)."""
-        builder = ProgramBuilder(self.wafer, getattr(function, "__name__", "program"))
-        function(builder, **arguments)
-        self.programs.append(builder.build())
-        self.program_of[self._inside(rect)] = len(self.programs) - 1
-        return self.programs[-1]
+        key = (function, tuple(sorted(arguments.items())))
+        index = self._placed.get(key) if _hashable(key) else None
+        if index is None:
+            builder = ProgramBuilder(self.wafer, getattr(function, "__name__", "program"))
+            function(builder, **arguments)
+            self.programs.append(builder.build())
+            index = len(self.programs) - 1
+            if _hashable(key):
+                self._placed[key] = index
+        self.program_of[self._inside(rect)] = index
+        return self.programs[index]
 
     def param(self, name: str, values: np.ndarray | float, rect: Rect | None = None) -> None:
         """Set a `pe.param` register of every PE of `rect`: integers as they are, floats as fp32."""
@@ -160,6 +167,14 @@ class Layout:
 
 def opposite(direction: int) -> int:
     return (direction + 2) % 4
+
+
+def _hashable(key: object) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
 def _mask(directions: Directions) -> int:

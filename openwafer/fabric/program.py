@@ -213,12 +213,12 @@ class ProgramBuilder:
     def convert(self, dst: Mem, a: Mem) -> None:
         self.vector(Op.CONVERT, dst, a, dtype=a.dtype.name, convert_to=dst.dtype)
 
-    def tile(self, c: Mem, a: Mem, b: Mem, *, m: int, n: int, k: int) -> None:
-        """c[m, n] += a[m, k] @ b[k, n], all column-major."""
+    def tile(self, c: Mem, a: Mem, b: Mem, *, m: int, n: int, k: int, outer_n: bool = False) -> None:
+        """c[m, n] += a[m, k] @ b[k, n], all column-major; the outer of its two loops runs over k, or over n."""
         for name, operand, size in (("c", c, m * n), ("a", a, m * k), ("b", b, k * n)):
             if operand.length < size or operand.dtype != c.dtype:
                 raise UserError(f"{self.name}: tile operand {name} must have {size} elements of {c.dtype.name}")
-        self._emit(Op.TILE, dst=c, a=a, b=b, dtype=c.dtype, length=m, n=n, k=k)
+        self._emit(Op.TILE, dst=c, a=a, b=b, dtype=c.dtype, length=m, n=n, k=k, imm=int(outer_n))
 
     def control(self, stream: Fabric) -> None:
         """Send one control wavelet: it advances the switch of its colour in every router it passes."""

@@ -3,7 +3,7 @@
 In cycle t every decision looks only at the state at the start of t:
 - A queue ("node") is a router's queue of one colour, a core's output queue, or a core's input queue.
 - The first word of a node may move if it has arrived and every next node has room. It moves to all outputs of its
-  route at once, arrives one cycle later (two over a ramp), and takes up room from the next cycle on.
+  route at once, arrives a hop later (a ramp later at a core), and takes up room from the next cycle on.
 - A link carries one word per cycle. A colour that used its links in the cycle before and can move over the same
   links keeps them; the others follow in the order in which they began to wait, then by colour.
 - After a control wavelet has moved, the colour's switch in that router is in its next position.
@@ -70,7 +70,7 @@ class ReferenceMachine(Queues):
         self.link_words = 0  # over the four mesh links
 
     def _make_nodes(self) -> None:
-        # The ramp's pipeline registers hold words besides those in the queue.
+        # The pipeline registers before a queue hold words besides those in the queue itself.
         ramp, layout = self.wafer.ramp_cycles, self.layout
         for colour, route_of in layout.route_of.items():
             for pe, index in enumerate(route_of.ravel()):
@@ -79,7 +79,7 @@ class ReferenceMachine(Queues):
                     self.routers[pe, colour] = Node("router", pe, colour, words, layout.routes[index])
         for pe, core in self.cores.items():
             for colour, words in core.program.outputs.items():
-                self.outputs[pe, colour] = Node("output", pe, colour, words)
+                self.outputs[pe, colour] = Node("output", pe, colour, words + self.wafer.costs.forward_latency - 1)
             for colour, words in core.program.inputs.items():
                 self.inputs[pe, colour] = Node("input", pe, colour, words + ramp)
 
@@ -193,7 +193,7 @@ class ReferenceMachine(Queues):
                 if id(target) in arrived:
                     raise _Located(Fault.COLLISION, target.pe, target.colour)
                 arrived.add(id(target))
-                latency = ramp if target.kind == "input" or node.kind == "output" else 1
+                latency = ramp if target.kind == "input" or node.kind == "output" else self.wafer.hop_cycles
                 target.words.append(Word(word.value, t + latency, word.control))
             if word.control and node.route is not None:
                 node.position = (node.position + 1) % len(node.route.inputs)
@@ -212,7 +212,9 @@ class ReferenceMachine(Queues):
             else:
                 word = core.forward(operation, word)
         if operation.target is not None:
-            self.outputs[core.pe, operation.target].words.append(Word(word, t + 1, operation.control))
+            self.outputs[core.pe, operation.target].words.append(
+                Word(word, t + self.wafer.costs.forward_latency, operation.control)
+            )
 
     # -- what a core sees of its queues ------------------------------------------------------------------
 

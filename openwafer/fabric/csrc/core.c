@@ -107,7 +107,7 @@ static i32 run_vector(Engine *e, u32 pe, const i32 *row, i32 length) {
     if (row[F_OP] == OP_TILE) {
         tile(row[F_DTYPE], memory_of(e, pe, addresses[2]), memory_of(e, pe, addresses[0]),
              memory_of(e, pe, addresses[1]), length, row[F_N], row[F_K]);
-        return tile_cost(&e->costs, row[F_DTYPE], length, row[F_N], row[F_K]);
+        return tile_cost(&e->costs, row[F_DTYPE], length, row[F_N], row[F_K], row[F_IMM]);
     }
     load_operand(e, pe, row, F_A, length, row[F_DTYPE], e->scratch[0]);
     load_operand(e, pe, row, F_B, length, row[F_DTYPE], e->scratch[1]);
@@ -126,8 +126,7 @@ static void send_words(Engine *e, Operation *op) {
     compute(row[F_OP], dtype, length, a, b, NULL, a);
     if (!row[F_SKIP_ZEROS]) {
         op->out = new_stream(e, (u32)op->remaining);
-        if (op->remaining) op->out->words[op->remaining - 1] = 0;
-        store_elements(dtype, (u8 *)op->out->words, 1, length, a);
+        elements_to_words(dtype, op->out->words, length, a);
         return;
     }
     op->remaining = 0;
@@ -150,8 +149,7 @@ static void prepare(Engine *e, Operation *op, int reads) {
     else {
         int other = reads == F_A ? F_B : F_A;
         if (row[other] != KIND_NONE) {
-            op->operand = new_stream(e, (u32)op->length + 1);
-            op->operand->words[op->length] = 0; /* the missing half of an odd last word */
+            op->operand = new_stream(e, (u32)op->length);
             load_operand(e, op->pe, row, other, op->length, row[F_DTYPE], (float *)op->operand->words);
         }
     }
@@ -160,14 +158,13 @@ static void prepare(Engine *e, Operation *op, int reads) {
 /* The words that a stream-to-stream instruction sends for words `offset`... of its input; `first` is its own count. */
 Stream *forward_stream(Engine *e, Operation *op, const Stream *in, u32 offset, u32 count, u32 first) {
     const i32 *row = op->row;
-    i32 dtype = row[F_DTYPE], per_word = type_bytes(dtype) == 4 ? 1 : 2;
-    i32 elements = (i32)count * per_word;
+    i32 dtype = row[F_DTYPE], elements = (i32)count;
     Stream *out = new_stream(e, count);
-    float *a = e->scratch[0], *b = op->operand ? (float *)op->operand->words + first * (u32)per_word : NULL;
-    load_elements(dtype, (const u8 *)(in->words + offset), 1, elements, a);
+    float *a = e->scratch[0], *b = op->operand ? (float *)op->operand->words + first : NULL;
+    words_to_elements(dtype, in->words + offset, elements, a);
     if (row[F_B] == KIND_FABRIC) compute(row[F_OP], dtype, elements, b, a, NULL, a);
     else compute(row[F_OP], dtype, elements, a, b, NULL, a);
-    store_elements(dtype, (u8 *)out->words, 1, elements, a);
+    elements_to_words(dtype, out->words, elements, a);
     return out;
 }
 
@@ -213,8 +210,8 @@ static void issue(Engine *e, u32 pe, const i32 *row, i32 length, int inside, i32
     Operation *op = e->operations + index;
     Run *pieces = op->pieces;
     u32 room = op->room_pieces;
-    i32 start = t + e->costs.fabric_startup, words = type_bytes(row[F_DTYPE]) == 4 ? length : (length + 1) / 2;
-    *op = (Operation){.pe = pe, .input = input, .output = output, .row = row, .start = start, .remaining = words,
+    i32 start = t + e->costs.fabric_startup;
+    *op = (Operation){.pe = pe, .input = input, .output = output, .row = row, .start = start, .remaining = length,
                       .done_at = NEVER, .length = length, .waits_since = -1, .thread = (u8)thread, .pieces = pieces,
                       .room_pieces = room, .next_free = NIL};
     prepare(e, op, reads);
@@ -246,7 +243,7 @@ static void receive(Engine *e, Operation *op) {
         memcpy(words + filled, piece->stream->words + piece->offset, 4 * (size_t)piece->count);
         filled += (u32)piece->count;
     }
-    load_elements(row[F_DTYPE], (u8 *)words, 1, op->length, a);
+    words_to_elements(row[F_DTYPE], words, op->length, a);
     if (row[F_B] == KIND_FABRIC) {
         memcpy(words, b, 4 * (size_t)op->length);
         finish(e, op->pe, row, op->length, (float *)words, a);
@@ -275,7 +272,7 @@ static void complete(Engine *e, Pe *p, u32 thread, i32 t) {
     op->next_free = e->free_operation;
     e->free_operation = index;
     p->threads[thread] = NIL;
-    p->last_event = t;
+    if (t > p->last_event) p->last_event = t; /* the main thread may have run ahead */
     if (thread == MAIN_THREAD) p->ready_at = t;
 }
 
@@ -407,7 +404,7 @@ void step_pe(Engine *e, u32 pe, i32 t) {
                 return;
             }
             p->pc = program->tasks[4 * task];
-            p->last_event = t;
+            if (t > p->last_event) p->last_event = t;
             p->busy += e->costs.task_start;
             now += e->costs.task_start;
             if (e->tracing) e->task_started[2 * pe] = t, e->task_started[2 * pe + 1] = task;

@@ -21,10 +21,10 @@ i32 vector_cost(const Costs *costs, const i32 *row, i32 length, const i32 *addre
     return cycles > costs->vector_minimum ? cycles : costs->vector_minimum;
 }
 
-i32 tile_cost(const Costs *costs, i32 dtype, i32 m, i32 n, i32 k) {
+i32 tile_cost(const Costs *costs, i32 dtype, i32 m, i32 n, i32 k, i32 outer_n) {
     i32 size = type_bytes(dtype);
     i32 lanes = size == 4 ? 2 : costs->simd_16, per_group = size == 2 ? costs->group_cycles_16 : 1;
     i32 column = costs->vector_startup + (m + lanes - 1) / lanes * per_group - costs->vector_overlap;
     if (column < costs->vector_minimum) column = costs->vector_minimum;
-    return k * (costs->loop_outer + n * (costs->loop_inner + column));
+    return (outer_n ? n : k) * costs->loop_outer + k * n * (costs->loop_inner + column);
 }

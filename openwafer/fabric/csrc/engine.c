@@ -177,7 +177,8 @@ static void add_pe(Engine *e, u32 pe, i32 program, i64 memory, const i16 *route_
     for (i32 colour = 0; colour < num_colours; colour++)
         if (code->output_words[colour]) {
             p->outputs |= 1u << colour;
-            add_node(e, pe, NODE_OUTPUT, (u32)colour, code->output_words[colour], -1);
+            add_node(e, pe, NODE_OUTPUT, (u32)colour,
+                     code->output_words[colour] + e->costs.forward_latency - 1, -1);
         }
     for (i32 colour = 0; colour < num_colours; colour++)
         if (code->input_words[colour]) {

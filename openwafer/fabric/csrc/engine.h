@@ -113,7 +113,8 @@ typedef struct {
 typedef struct {
     i32 vector_startup, vector_minimum, vector_overlap, group_cycles_16, simd_16, fabric_startup, task_start, scalar,
         divide;
-    i32 ramp_cycles, router_words, num_banks, bank_bytes, num_registers, loop_inner, loop_outer;
+    i32 ramp_cycles, router_words, num_banks, bank_bytes, num_registers, loop_inner, loop_outer,
+        hop_cycles, forward_latency;
 } Costs;
 
 typedef struct {
@@ -188,6 +189,8 @@ Stream *forward_stream(Engine *e, Operation *op, const Stream *in, u32 offset, u
 u32 type_bytes(i32 dtype);
 void load_elements(i32 dtype, const u8 *from, i32 stride, i32 count, float *to);
 void store_elements(i32 dtype, u8 *to, i32 stride, i32 count, const float *from);
+void words_to_elements(i32 dtype, const u32 *from, i32 count, float *to);
+void elements_to_words(i32 dtype, u32 *to, i32 count, const float *from);
 void compute(i32 op, i32 dtype, i32 count, const float *a, const float *b, const float *dst, float *out);
 float reduce(i32 op, i32 dtype, float total, i32 count, const float *a, const float *b);
 void convert(i32 from, i32 to, i32 count, float *values);
@@ -196,5 +199,5 @@ float half_to_float(u16 bits);
 float slow_function(i32 op, float x);
 /* cost.c */
 i32 vector_cost(const Costs *costs, const i32 *row, i32 length, const i32 *addresses);
-i32 tile_cost(const Costs *costs, i32 dtype, i32 m, i32 n, i32 k);
+i32 tile_cost(const Costs *costs, i32 dtype, i32 m, i32 n, i32 k, i32 outer_n);
 #endif

@@ -189,7 +189,7 @@ static u8 wanted_links(const Engine *e, Node *node, i32 t) {
     return e->runs[node->head].stream->control ? (u8)(links & ~(1 << RAMP)) : links;
 }
 
-static i32 latency(const Engine *e, int direction) { return direction >= RAMP ? e->costs.ramp_cycles : 1; }
+static i32 latency(const Engine *e, int direction) { return direction >= RAMP ? e->costs.ramp_cycles : e->costs.hop_cycles; }
 
 /* The head run begins to flow to all targets in cycle t. */
 static void begin_run(Engine *e, u32 id, Node *node, i32 t) {
@@ -330,7 +330,7 @@ static void begin_operation(Engine *e, u32 id, Operation *op, i32 t) {
         } else
             out_offset = output_offset(e, op, &run, run.offset + (u32)node->taken);
     }
-    if (op->output != NIL) feed_open(e, op->output, id, op->out, out_offset, t + 1, t);
+    if (op->output != NIL) feed_open(e, op->output, id, op->out, out_offset, t + e->costs.forward_latency, t);
     schedule(e, id, t + op->remaining);
 }
 

@@ -102,6 +102,26 @@ void store_elements(i32 dtype, u8 *to, i32 stride, i32 count, const float *from)
     }
 }
 
+/* One element per wavelet; 16-bit elements fill its lower half. */
+void words_to_elements(i32 dtype, const u32 *from, i32 count, float *to) {
+    if (type_bytes(dtype) == 4) memcpy(to, from, 4 * (size_t)count);
+    else
+        for (i32 i = 0; i < count; i++) {
+            u16 half = (u16)from[i];
+            load_elements(dtype, (const u8 *)&half, 1, 1, to + i);
+        }
+}
+
+void elements_to_words(i32 dtype, u32 *to, i32 count, const float *from) {
+    if (type_bytes(dtype) == 4) memcpy(to, from, 4 * (size_t)count);
+    else
+        for (i32 i = 0; i < count; i++) {
+            u16 half;
+            store_elements(dtype, (u8 *)&half, 1, 1, from + i);
+            to[i] = half;
+        }
+}
+
 float slow_function(i32 op, float x) {
     if (op == OP_EXP || op == OP_FEXP) return (float)exp((double)x);
     if (op == OP_RECIP || op == OP_FRECIP) return x != 0 ? (float)(1.0 / (double)x) : copysignf(INFINITY, x);
