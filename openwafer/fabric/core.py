@@ -56,6 +56,7 @@ class Core:
         self.blocked: set[int] = set()
         self.ready_at: int | None = 0  # when the main thread does its next thing; None while it waits
         self.pc: int | None = None  # None: idle
+        self.waits_for: int | None = None  # thread
         self.busy_cycles = 0
         self.last_event = 0
 
@@ -72,6 +73,9 @@ class Core:
                 self.last_event, active = t, True
                 if thread == MAIN:
                     self.ready_at = t
+                if thread == self.waits_for:
+                    self.waits_for = None
+                    self._busy(t, self.wafer.costs.task_start)
         if self.pc is None and self.ready_at is None and self._choose(t, queues, probe=True) is not None:
             self.ready_at = t
         while self.ready_at == t:
@@ -129,6 +133,10 @@ class Core:
             self._busy(t, self._vector(row))
         elif op is Op.TILE:
             self._busy(t, self._tile(row))
+        elif op is Op.WAIT and int(row[Field.IMM]) in self.threads:
+            self.waits_for, self.ready_at = int(row[Field.IMM]), None
+        elif op is Op.WAIT:
+            self._busy(t, self.wafer.costs.task_start)
         else:
             self._scalar(op, row)
             self._busy(t, scalar_cycles(self.wafer, op, int(row[Field.IMM])))
@@ -216,9 +224,9 @@ class Core:
         dst, a = row[Field.DST + 1], row[Field.A + 1]
         if op is Op.SET:
             registers[dst] = imm
-        elif op in (Op.IADD, Op.IMUL):
-            other = int(registers[row[Field.B + 1]]) if row[Field.B] == Kind.REG else imm
-            value = int(registers[a]) + other if op is Op.IADD else int(registers[a]) * other
+        elif op in (Op.IADD, Op.IMUL, Op.ILT, Op.IEQ):
+            x, y = int(registers[a]), int(registers[row[Field.B + 1]]) if row[Field.B] == Kind.REG else imm
+            value = {Op.IADD: x + y, Op.IMUL: x * y, Op.ILT: int(x < y), Op.IEQ: int(x == y)}[op]
             registers[dst] = arithmetic.wrap(value)
         elif op in (Op.FADD, Op.FMUL, Op.FMAX):
             x, y = (arithmetic.bits_float(int(registers[i])).reshape(1) for i in (a, row[Field.B + 1]))
@@ -254,7 +262,7 @@ class Core:
             if registers[dst] < self._length(row):
                 self.pc = int(row[Field.TARGET]) + 1
         elif op is Op.BRANCH:
-            if registers[row[Field.A + 1]] != 0:
+            if registers[row[Field.A + 1]] == 0:
                 self.pc = int(row[Field.IMM])
         elif op is Op.ACTIVATE:
             self.activated.add(int(row[Field.IMM]))

@@ -68,11 +68,14 @@ class Op(IntEnum):
     # Control flow
     LOOP = 27
     ENDLOOP = 28
-    BRANCH = 29  # to IMM if register a is not zero
+    BRANCH = 29  # to IMM if register a is zero
     ACTIVATE = 30
     BLOCK = 31
     UNBLOCK = 32
     END = 33
+    WAIT = 34  # until thread IMM has completed; takes a task start, as a callback would
+    ILT = 35  # dst = a < b
+    IEQ = 36  # dst = a == b
 
 
 VECTOR_OPS = frozenset(range(Op.MOV, Op.MAXOF + 1))
@@ -100,7 +103,7 @@ class Field(IntEnum):
     B = 12
     THREAD = 16
     THEN = 17
-    IMM = 18  # SET and IADD: value; LOOP: overhead; CONVERT: type; BRANCH, ENDLOOP, LOOP: see program.py
+    IMM = 18  # a value; ENDLOOP: cycles; CONVERT: type; BRANCH: target; WAIT: thread; ACTIVATE...: task
     N = 19  # TILE: columns of B and C
     K = 20  # TILE: columns of A, rows of B
     TARGET = 21  # LOOP: index of its ENDLOOP, and the other way round

@@ -147,6 +147,17 @@ class ProgramBuilder:
         self._emit(Op.ENDLOOP, dst=counter, length=length, length_reg=_index(count), imm=cycles, target=begin)
         self.rows[begin][Field.TARGET] = end
 
+    @contextmanager
+    def when(self, flag: Reg) -> Iterator[None]:
+        """The body runs if the register is not zero."""
+        branch = self._emit(Op.BRANCH, a=flag)
+        yield
+        self.rows[branch][Field.IMM] = len(self.rows)
+
+    def wait(self, thread: int) -> None:
+        """Go on when the asynchronous instruction of `thread` has completed."""
+        self._emit(Op.WAIT, imm=thread)
+
     # -- vector instructions -----------------------------------------------------------------------------
 
     def vector(
@@ -233,7 +244,7 @@ class ProgramBuilder:
         self._emit(Op.SET, dst=register, imm=bits)
 
     def scalar(self, op: Op, dst: Reg, a: Reg, b: Reg | int | None = None) -> None:
-        """IADD, IMUL (b a register or a number), FADD, FMUL, FMAX, FEXP, FRSQRT, FRECIP, UNPACK."""
+        """IADD, IMUL, ILT, IEQ (b a register or a number), FADD, FMUL, FMAX, FEXP, FRSQRT, FRECIP, UNPACK."""
         immediate = b if isinstance(b, int) else 0
         self._emit(op, dst=dst, a=a, b=b if isinstance(b, Reg) else None, imm=immediate)
 

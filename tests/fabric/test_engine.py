@@ -62,7 +62,7 @@ def scenarios(draw: st.DrawFn) -> dict:
         colours.append({"colour": colour, "path": path, "drops": drops, "switches": switches, "sources": sources})
     for pe, todo in actions.items():
         for _ in range(draw(st.integers(0, 2))):
-            todo.append((draw(st.sampled_from(["local", "loop", "tile"])), 0, draw(st.integers(1, ARRAY)), "f32", 0))
+            todo.append((draw(st.sampled_from(["local", "loop", "tile", "wait"])), 0, draw(st.integers(1, ARRAY)), "f32", 0))
         actions[pe] = draw(st.permutations(todo)) if draw(st.booleans()) else todo
     chip = draw(st.sampled_from([WSE2, WSE3]))
     return {"width": width, "height": height, "colours": colours, "actions": actions, "chip": chip}
@@ -110,14 +110,18 @@ def program(pe: ProgramBuilder, actions: list[tuple]) -> None:
                 pe.mac(y, pe.receive(colour), x, **options)
             elif kind.startswith("recv"):
                 pe.add(y, x, pe.receive(colour), **options)
+            elif kind == "wait":
+                pe.wait(size % 8)
             elif kind == "local":
                 pe.mac(arrays["c_f32"][:size], arrays["x_f32"][:size], arrays["y_f32"][:size])
             elif kind == "tile":
                 pe.tile(arrays["c_f32"], arrays["x_f32"], arrays["y_f32"], m=3, n=2, k=4)
             else:
-                with pe.loop(size % 5, overhead=size % 3):
+                with pe.loop(size % 5, overhead=size % 3) as step:
                     pe.scalar(Op.IADD, count, count, 1)
-                    pe.store(arrays["c_f32"][:1], value)
+                    pe.scalar(Op.ILT, word, step, 2)
+                    with pe.when(word):
+                        pe.store(arrays["c_f32"][:1], value)
     for colour in {a[1] for a in actions if a[0] == "recv_task"}:
         with pe.task(f"data{colour}", on=pe.receive(colour), word=word):
             pe.scalar(Op.IADD, count, count, word)

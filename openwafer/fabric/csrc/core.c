@@ -251,6 +251,11 @@ static void receive(Engine *e, Operation *op) {
         finish(e, op->pe, row, op->length, a, b);
 }
 
+static void later(Engine *e, u32 pe, Pe *p, i32 now) {
+    p->ready_at = now;
+    schedule(e, ID_PE | pe, now);
+}
+
 static void complete(Engine *e, Pe *p, u32 thread, i32 t) {
     u32 index = p->threads[thread];
     Operation *op = e->operations + index;
@@ -274,6 +279,11 @@ static void complete(Engine *e, Pe *p, u32 thread, i32 t) {
     p->threads[thread] = NIL;
     if (t > p->last_event) p->last_event = t; /* the main thread may have run ahead */
     if (thread == MAIN_THREAD) p->ready_at = t;
+    if (thread == p->waits_for) {
+        p->waits_for = NUM_THREADS;
+        p->busy += e->costs.task_start;
+        later(e, (u32)(p - e->pes), p, t + e->costs.task_start);
+    }
 }
 
 /* -- the main thread ----------------------------------------------------------------------------------------------- */
@@ -311,7 +321,9 @@ static i32 scalar_step(Engine *e, u32 pe, Pe *p, const i32 *row) {
     case OP_ENDLOOP:
         if (++*dst < length_of(e, pe, row)) p->pc = row[F_TARGET] + 1;
         return imm;
-    case OP_BRANCH: if (a != 0) p->pc = imm; break;
+    case OP_ILT: *dst = a < other; break;
+    case OP_IEQ: *dst = a == other; break;
+    case OP_BRANCH: if (a == 0) p->pc = imm; break;
     case OP_ACTIVATE: p->activated |= 1u << imm; break;
     case OP_BLOCK: p->blocked |= 1u << imm; break;
     case OP_UNBLOCK: p->blocked &= ~(1u << imm); break;
@@ -350,18 +362,13 @@ static i32 choose(Engine *e, u32 pe, Pe *p, i32 t) {
     return -1;
 }
 
-static void later(Engine *e, u32 pe, Pe *p, i32 now) {
-    p->ready_at = now;
-    schedule(e, ID_PE | pe, now);
-}
-
 /* One instruction at local time `now`; returns its cycles, or -1 if it has to wait for its own cycle or is issued. */
 static i32 execute(Engine *e, u32 pe, Pe *p, const i32 *row, i32 now, i32 t) {
     int overlaps;
     i32 op = row[F_OP], length = op <= OP_CONTROL ? length_of(e, pe, row) : row[F_LENGTH];
     int fabric = row[F_DST] == KIND_FABRIC || row[F_A] == KIND_FABRIC || row[F_B] == KIND_FABRIC;
     int inside = check_operands(e, pe, row, length, &overlaps) && length <= MAX_LENGTH;
-    if (now > t && (!inside || overlaps || fabric)) {
+    if (now > t && (!inside || overlaps || fabric || op == OP_WAIT)) {
         later(e, pe, p, now);
         return -1;
     }
@@ -377,6 +384,15 @@ static i32 execute(Engine *e, u32 pe, Pe *p, const i32 *row, i32 now, i32 t) {
         p->busy += e->costs.fabric_startup;
         if (sync) p->ready_at = READY_NONE;
         return sync || e->fault ? -1 : e->costs.fabric_startup;
+    }
+    if (op == OP_WAIT && p->threads[row[F_IMM]] != NIL) {
+        p->waits_for = (u8)row[F_IMM];
+        p->ready_at = READY_NONE;
+        return -1;
+    }
+    if (op == OP_WAIT) {
+        p->busy += e->costs.task_start;
+        return e->costs.task_start;
     }
     i32 cycles = op <= OP_TILE ? run_vector(e, pe, row, length) : scalar_step(e, pe, p, row);
     p->busy += cycles;

@@ -164,7 +164,7 @@ static void mark_shared(Engine *e, const Pe *p) {
 
 static void add_pe(Engine *e, u32 pe, i32 program, i64 memory, const i16 *route_of, i32 num_colours) {
     Pe *p = e->pes + pe;
-    *p = (Pe){.first_node = e->num_nodes, .memory = memory, .program = program, .pc = -1, .ready_at = 0};
+    *p = (Pe){.first_node = e->num_nodes, .memory = memory, .program = program, .pc = -1, .waits_for = NUM_THREADS};
     for (int i = 0; i < NUM_THREADS; i++) p->threads[i] = NIL;
     for (i32 colour = 0; colour < num_colours; colour++) {
         i32 route = route_of[(size_t)colour * (size_t)e->num_pes + pe];
