@@ -70,8 +70,10 @@ class Layout:
     def everywhere(self) -> Rect:
         return Rect(0, 0, self.width, self.height)
 
-    def place(self, function: Callable[..., None], rect: Rect | None = None, **arguments: object) -> Program:
-        """Run `function(pe, **arguments)` on every PE of `rect` (everywhere by default)."""
+    def place(
+        self, function: Callable[..., None], rect: Rect | np.ndarray | None = None, **arguments: object
+    ) -> Program:
+        """Run `function(pe, **arguments)` on every PE of `rect` (everywhere by default; or a mask [height, width])."""
         key = (function, tuple(sorted(arguments.items())))
         index = self._placed.get(key) if _hashable(key) else None
         if index is None:
@@ -81,7 +83,7 @@ class Layout:
             index = len(self.programs) - 1
             if _hashable(key):
                 self._placed[key] = index
-        self.program_of[self._inside(rect)] = index
+        self.program_of[rect if isinstance(rect, np.ndarray) else self._inside(rect)] = index
         return self.programs[index]
 
     def param(self, name: str, values: np.ndarray | float, rect: Rect | None = None) -> None:

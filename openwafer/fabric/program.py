@@ -113,7 +113,7 @@ class ProgramBuilder:
             return
         if len(queues) == len(sizes):
             raise UserError(
-                f"{self.name}: colour {colour} needs a {what} queue, and a PE of {self.wafer.name} has "
+                f"{self.name}: colour {colour} needs an {what} queue, and a PE of {self.wafer.name} has "
                 f"{len(sizes)}: use fewer colours"
             )
         queues[colour] = sizes[len(queues)]
