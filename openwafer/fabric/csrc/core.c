@@ -117,9 +117,22 @@ static i32 run_vector(Engine *e, u32 pe, const i32 *row, i32 length) {
 
 /* -- fabric instructions ------------------------------------------------------------------------------------------ */
 
+/* Plain copies of contiguous elements need no arithmetic: half of all traffic. */
+static int is_copy(const i32 *row, int memory) {
+    return row[F_OP] == OP_MOV && row[memory] == KIND_MEM && row[memory + 3] == 1 && !row[F_SKIP_ZEROS];
+}
+
 static void send_words(Engine *e, Operation *op) {
     const i32 *row = op->row;
     i32 dtype = row[F_DTYPE], length = op->length;
+    if (is_copy(row, F_A)) {
+        const u8 *from = memory_of(e, op->pe, address_of(e, op->pe, row, F_A));
+        op->out = new_stream(e, (u32)length);
+        if (type_bytes(dtype) == 4) memcpy(op->out->words, from, 4 * (size_t)length);
+        else
+            for (i32 i = 0; i < length; i++) op->out->words[i] = ((const u16 *)from)[i];
+        return;
+    }
     float *a = e->scratch[0], *b = e->scratch[1];
     load_operand(e, op->pe, row, F_A, length, dtype, a);
     load_operand(e, op->pe, row, F_B, length, dtype, b);
@@ -180,37 +193,44 @@ static u32 new_operation(Engine *e) {
 }
 
 /* Whether another instruction of the PE holds the thread or a queue. */
-static int is_busy(Engine *e, u32 pe, u32 thread, u32 input, u32 output, i32 t) {
-    const Pe *p = e->pes + pe;
-    if (p->threads[thread] != NIL) {
-        fail(e, FAULT_THREAD_BUSY, pe, t, (i32)thread);
+static int is_busy(Engine *e, u32 pe, u32 thread, u32 input, u32 output, i32 *fault, i32 *detail) {
+    if (e->pes[pe].threads[thread] != NIL) {
+        *fault = FAULT_THREAD_BUSY;
+        *detail = (i32)thread;
         return 1;
     }
     u32 wanted[2] = {input, output};
     for (int i = 0; i < 2; i++)
         if (wanted[i] != NIL && e->nodes[wanted[i]].operation != NIL) {
-            fail(e, FAULT_QUEUE_BUSY, pe, t, e->nodes[wanted[i]].colour);
+            *fault = FAULT_QUEUE_BUSY;
+            *detail = e->nodes[wanted[i]].colour;
             return 1;
         }
     return 0;
 }
 
-static void issue(Engine *e, u32 pe, const i32 *row, i32 length, int inside, i32 t) {
+/* Issue in cycle `now`. The main thread may be ahead of the present t: then only if nothing can change until `now`;
+ * returns 0 if it has to be tried again in its own cycle. */
+static int issue(Engine *e, u32 pe, const i32 *row, i32 length, int inside, i32 now, i32 t) {
     Pe *p = e->pes + pe;
+    i32 fault, detail;
     int reads = row[F_A] == KIND_FABRIC ? F_A : row[F_B] == KIND_FABRIC ? F_B : 0;
     u32 thread = row[F_THREAD] < 0 ? MAIN_THREAD : (u32)row[F_THREAD];
     u32 input = reads ? node_of(e, pe, NODE_INPUT, (u32)row[reads + 1]) : NIL;
     u32 output = row[F_DST] == KIND_FABRIC ? node_of(e, pe, NODE_OUTPUT, (u32)row[F_DST + 1]) : NIL;
-    if (is_busy(e, pe, thread, input, output, t)) return;
+    if (is_busy(e, pe, thread, input, output, &fault, &detail)) {
+        if (now == t) fail(e, fault, pe, t, detail);
+        return 0;
+    }
     if (!inside) {
-        fail(e, FAULT_OUT_OF_BOUNDS, pe, t, p->pc - 1);
-        return;
+        fail(e, FAULT_OUT_OF_BOUNDS, pe, t, p->pc);
+        return 0;
     }
     u32 index = new_operation(e);
     Operation *op = e->operations + index;
     Run *pieces = op->pieces;
     u32 room = op->room_pieces;
-    i32 start = t + e->costs.fabric_startup;
+    i32 start = now + e->costs.fabric_startup;
     *op = (Operation){.pe = pe, .input = input, .output = output, .row = row, .start = start, .remaining = length,
                       .done_at = NEVER, .length = length, .waits_since = -1, .thread = (u8)thread, .pieces = pieces,
                       .room_pieces = room, .next_free = NIL};
@@ -232,10 +252,29 @@ static void issue(Engine *e, u32 pe, const i32 *row, i32 length, int inside, i32
         op->done_at = start;
         schedule(e, ID_PE | pe, start);
     }
+    return 1;
+}
+
+static void receive_copy(Engine *e, const Operation *op) {
+    const i32 *row = op->row;
+    u32 size = type_bytes(row[F_DTYPE]);
+    u8 *to = memory_of(e, op->pe, address_of(e, op->pe, row, F_DST));
+    for (u32 i = 0; i < op->num_pieces; i++) {
+        const Run *piece = op->pieces + i;
+        const u32 *words = piece->stream->words + piece->offset;
+        if (size == 4) memcpy(to, words, 4 * (size_t)piece->count);
+        else
+            for (i32 j = 0; j < piece->count; j++) ((u16 *)to)[j] = (u16)words[j];
+        to += size * (u32)piece->count;
+    }
 }
 
 static void receive(Engine *e, Operation *op) {
     const i32 *row = op->row;
+    if (is_copy(row, F_DST)) {
+        receive_copy(e, op);
+        return;
+    }
     float *a = e->scratch[0], *b = op->operand ? (float *)op->operand->words : NULL;
     u32 *words = (u32 *)e->scratch[1], filled = 0;
     for (u32 i = 0; i < op->num_pieces; i++) {
@@ -368,7 +407,8 @@ static i32 execute(Engine *e, u32 pe, Pe *p, const i32 *row, i32 now, i32 t) {
     i32 op = row[F_OP], length = op <= OP_CONTROL ? length_of(e, pe, row) : row[F_LENGTH];
     int fabric = row[F_DST] == KIND_FABRIC || row[F_A] == KIND_FABRIC || row[F_B] == KIND_FABRIC;
     int inside = check_operands(e, pe, row, length, &overlaps) && length <= MAX_LENGTH;
-    if (now > t && (!inside || overlaps || fabric || op == OP_WAIT)) {
+    int waits = op == OP_WAIT && p->threads[row[F_IMM]] != NIL;
+    if (now > t && (!inside || overlaps || waits)) {
         later(e, pe, p, now);
         return -1;
     }
@@ -376,16 +416,21 @@ static i32 execute(Engine *e, u32 pe, Pe *p, const i32 *row, i32 now, i32 t) {
         fail(e, FAULT_OUT_OF_BOUNDS, pe, t, p->pc);
         return -1;
     }
-    p->last_event = now;
-    p->pc++;
     if (fabric) {
         int sync = row[F_THREAD] < 0;
-        issue(e, pe, row, length, inside, now);
+        if (!issue(e, pe, row, length, inside, now, t)) {
+            if (!e->fault) later(e, pe, p, now);
+            return -1;
+        }
+        p->last_event = now;
+        p->pc++;
         p->busy += e->costs.fabric_startup;
         if (sync) p->ready_at = READY_NONE;
-        return sync || e->fault ? -1 : e->costs.fabric_startup;
+        return sync ? -1 : e->costs.fabric_startup;
     }
-    if (op == OP_WAIT && p->threads[row[F_IMM]] != NIL) {
+    p->last_event = now;
+    p->pc++;
+    if (waits) {
         p->waits_for = (u8)row[F_IMM];
         p->ready_at = READY_NONE;
         return -1;

@@ -131,18 +131,21 @@ static void feed_open(Engine *e, u32 index, u32 feeder, Stream *stream, u32 offs
     u32 run = new_run(e);
     stream->refs++;
     e->runs[run] = (Run){stream, offset, NIL, arrives, OPEN};
+    int woken = 0; /* the drainer will be evaluated when the run arrives, and schedules the fill if it cannot start */
     if (node->head == NIL) {
         node->head = run;
         node->taken = 0;
+        woken = arrives < t + node->capacity - occupied_at(node, t);
         if (node->kind != NODE_INPUT) schedule(e, index, arrives);
         else {
             if (node->operation != NIL) schedule(e, ID_OPERATION | node->operation, arrives);
+            else woken = 0;
             if (node->has_task) schedule(e, ID_PE | node->pe, arrives);
         }
     } else
         e->runs[node->tail].next = run;
     node->tail = run;
-    schedule_full(e, feeder, node, t);
+    if (!woken) schedule_full(e, feeder, node, t);
 }
 
 static void feed_close(Engine *e, u32 index, i32 count, i32 t) {
@@ -152,7 +155,12 @@ static void feed_close(Engine *e, u32 index, i32 count, i32 t) {
     Run *run = e->runs + node->tail;
     run->count = count;
     if (node->head != node->tail) return;
-    if (node->firing) schedule(e, drainer(index, node), node->fire_start + count - node->taken);
+    if (node->firing) {
+        i32 end = node->fire_start + count - node->taken;
+        /* An instruction that ends by itself then is evaluated anyway. */
+        int known = node->kind == NODE_INPUT && node->fire_start + e->operations[node->operation].remaining <= end;
+        if (!known) schedule(e, drainer(index, node), end);
+    }
     else if (node->taken == count) pop_run(e, node);
 }
 
@@ -255,9 +263,16 @@ static void continue_node(Engine *e, u32 id, i32 t) {
             schedule_full(e, id, e->nodes + target_of(e, node, __builtin_ctz(rest)), t);
 }
 
-static void wait_here(Node *node, u8 cause, i32 t) {
+/* The node cannot start: its feeder, if it has one, will find it full. */
+static void schedule_fill(Engine *e, const Node *node, i32 t) {
+    i32 room = node->capacity - occupied_at(node, t);
+    if (node->fed && room > 0) schedule(e, node->feeder, t + room);
+}
+
+static void wait_here(Engine *e, Node *node, u8 cause, i32 t) {
     if (node->waits_since < 0) node->waits_since = t;
     node->cause = cause;
+    schedule_fill(e, node, t);
 }
 
 static void start_node(Engine *e, u32 id, i32 t) {
@@ -273,11 +288,11 @@ static void start_node(Engine *e, u32 id, i32 t) {
     if (p->links & links) {
         u32 *waiting = node->kind == NODE_ROUTER ? &p->waiting_routers : &p->waiting_outputs;
         *waiting |= 1u << node->colour;
-        wait_here(node, WAIT_LINK, t);
+        wait_here(e, node, WAIT_LINK, t);
         return;
     }
     if (!targets_free(e, id, node, links, t)) {
-        wait_here(node, WAIT_ROOM, t);
+        wait_here(e, node, WAIT_ROOM, t);
         return;
     }
     if (node->waits_since >= 0) e->stalls[node->cause] += t - node->waits_since;
@@ -323,7 +338,7 @@ static void begin_operation(Engine *e, u32 id, Operation *op, i32 t) {
         Node *node = e->nodes + op->input;
         Run run = e->runs[node->head];
         node->fire_start = t;
-        if (run.count != OPEN) schedule(e, id, t + run.count - node->taken);
+        if (run.count != OPEN && run.count - node->taken < op->remaining) schedule(e, id, t + run.count - node->taken);
         if (op->output == NIL) {
             run.offset += (u32)node->taken;
             add_piece(e, op, run);
@@ -393,8 +408,12 @@ static void continue_operation(Engine *e, u32 id, i32 t) {
 
 static void start_operation(Engine *e, u32 id, i32 t) {
     Operation *op = e->operations + (id & ID_INDEX);
-    if (op->firing || op->remaining == 0 || op->pe == NIL || t < op->start) return;
+    if (op->firing || op->remaining == 0 || op->pe == NIL) return;
     Node *input = op->input == NIL ? NULL : e->nodes + op->input;
+    if (t < op->start) { /* woken by a word that arrived early */
+        if (input) schedule_fill(e, input, t);
+        return;
+    }
     u8 cause = WAIT_NONE;
     if (input) {
         i32 arrives = input->head == NIL ? NEVER : e->runs[input->head].arrives + input->taken;
@@ -407,6 +426,7 @@ static void start_operation(Engine *e, u32 id, i32 t) {
     if (cause != WAIT_NONE) {
         if (op->waits_since < 0) op->waits_since = t;
         op->cause = cause;
+        if (input) schedule_fill(e, input, t);
         return;
     }
     if (op->waits_since >= 0) e->stalls[op->cause] += t - op->waits_since;
