@@ -29,7 +29,12 @@ class _Program(ctypes.Structure):
 
 
 class _Route(ctypes.Structure):
-    _fields_ = (("num_positions", ctypes.c_uint32), ("inputs", ctypes.c_uint8 * 4), ("outputs", ctypes.c_uint8 * 4))
+    _fields_ = (
+        ("num_positions", ctypes.c_uint16),
+        ("ring", ctypes.c_uint16),
+        ("inputs", ctypes.c_uint8 * 4),
+        ("outputs", ctypes.c_uint8 * 4),
+    )
 
 
 @cache
@@ -86,6 +91,7 @@ class EngineMachine:
         routes = (_Route * max(1, len(layout.routes)))()
         for index, route in enumerate(layout.routes):
             routes[index].num_positions = len(route.inputs)
+            routes[index].ring = int(route.ring)
             routes[index].inputs[: len(route.inputs)] = route.inputs
             routes[index].outputs[: len(route.outputs)] = route.outputs
         num_colours = layout.wafer.num_colours

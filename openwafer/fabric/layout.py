@@ -41,6 +41,7 @@ class Route:
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    ring: bool = False  # after the last position comes the first; otherwise the last stays
 
 
 @dataclass
@@ -98,14 +99,17 @@ class Layout:
         """In every router of `rect`, wavelets of `colour` come from `inputs` and leave to all `outputs`."""
         self.switch(colour, rect, [(inputs, outputs)])
 
-    def switch(self, colour: int, rect: Rect | None, positions: list[tuple[Directions, Directions]]) -> None:
-        """Like `route` with several switch positions; a control wavelet advances to the next, round and round."""
+    def switch(
+        self, colour: int, rect: Rect | None, positions: list[tuple[Directions, Directions]], *, ring: bool = False
+    ) -> None:
+        """Like `route` with several switch positions. A control wavelet advances to the next; the last one stays, or
+        is followed by the first in a `ring`."""
         wafer = self.wafer
         if colour not in range(wafer.num_colours):
             raise UserError(f"colour must be from 0 to {wafer.num_colours - 1}, got {colour}")
         if not 1 <= len(positions) <= wafer.num_switch_positions:
             raise UserError(f"a switch has 1 to {wafer.num_switch_positions} positions, got {len(positions)}")
-        route = Route(tuple(_mask(i) for i, _ in positions), tuple(_mask(o) for _, o in positions))
+        route = Route(tuple(_mask(i) for i, _ in positions), tuple(_mask(o) for _, o in positions), ring)
         if route not in self.routes:
             self.routes.append(route)
         if colour not in self.route_of:

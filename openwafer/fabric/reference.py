@@ -196,7 +196,8 @@ class ReferenceMachine(Queues):
                 latency = ramp if target.kind == "input" or node.kind == "output" else self.wafer.hop_cycles
                 target.words.append(Word(word.value, t + latency, word.control))
             if word.control and node.route is not None:
-                node.position = (node.position + 1) % len(node.route.inputs)
+                last = len(node.route.inputs) - 1
+                node.position = node.position + 1 if node.position < last else 0 if node.route.ring else last
 
     def _move_operation(self, core: Core, operation: Operation, t: int) -> None:
         operation.remaining -= 1

@@ -78,7 +78,7 @@ def build(scenario: dict) -> Layout:
             outputs = ({out} if out is not None else set()) | ({RAMP} if index in item["drops"] else set())
             other = {RAMP} if index in item["drops"] else outputs
             positions = [(inputs, outputs), (inputs, other)] if index in item["switches"] else [(inputs, outputs)]
-            layout.switch(item["colour"], Rect(x, y), positions)
+            layout.switch(item["colour"], Rect(x, y), positions, ring=item["colour"] % 2 == 0)
             before = out
     for (x, y), todo in scenario["actions"].items():
         if todo:

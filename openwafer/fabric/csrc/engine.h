@@ -97,7 +97,7 @@ typedef struct {
 } Pe;
 
 typedef struct {
-    u32 num_positions;
+    u16 num_positions, ring;
     u8 inputs[MAX_POSITIONS], outputs[MAX_POSITIONS];
 } Route;
 

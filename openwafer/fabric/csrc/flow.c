@@ -81,7 +81,9 @@ static u32 drainer(u32 id, const Node *node) {
 
 static int position_at(const Engine *e, Node *node, i32 t) {
     if (node->advance_at && t >= node->advance_at) {
-        node->position = (u8)((node->position + 1u) % e->routes[node->route].num_positions);
+        const Route *route = e->routes + node->route;
+        if (node->position + 1u < route->num_positions) node->position++;
+        else if (route->ring) node->position = 0;
         node->advance_at = 0;
     }
     return node->position;
