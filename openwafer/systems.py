@@ -88,7 +88,8 @@ _WSE2_COSTS = InstructionCosts(
     divide=50,
 )
 # Multiply-accumulates of WSE-3: max(5, 2 * groups - 1) cycles apart, 40 cycles per outer step. The forward latency
-# and the 2 cycles per hop below solve the slopes over P of two measured kernels, the fabric start-up their offset (facts.md).
+# and the 2 cycles per hop below solve the slopes over P of two measured kernels, the fabric start-up their offset
+# (facts.md).
 _WSE3_COSTS = InstructionCosts(
     vector_startup=0,
     vector_minimum=5,

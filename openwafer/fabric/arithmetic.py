@@ -65,7 +65,7 @@ def compute(op: Op, a: np.ndarray, b: np.ndarray | None, dst: np.ndarray | None)
             return a * b
         if op is Op.MAX:
             return np.where(a > b, a, b)
-        assert op is Op.MAC and dst is not None
+        assert dst is not None, op
         return dst + a * b
 
 
@@ -78,7 +78,9 @@ def reduce(op: Op, start: np.float32, a: np.ndarray, b: np.ndarray | None) -> np
             assert b is not None
             values = values * b.astype(np.float32)
         for value in values:
-            total = np.float32(value if op is Op.MAXOF and value > total else total if op is Op.MAXOF else total + value)
+            total = np.float32(
+                value if op is Op.MAXOF and value > total else total if op is Op.MAXOF else total + value
+            )
     return total
 
 

@@ -187,15 +187,13 @@ class Core:
         dst = (self._address(row, Field.DST), int(row[Field.DST + 3])) if in_memory else None
         return vector_cycles(self.wafer, op, dtype, length, sources, dst)
 
-    def _finish(
-        self, row: np.ndarray, op: Op, dtype: Dtype, length: int, a: np.ndarray, b: np.ndarray | None
-    ) -> None:
+    def _finish(self, row: np.ndarray, op: Op, dtype: Dtype, length: int, a: np.ndarray, b: np.ndarray | None) -> None:
         """Compute and write to memory or to a register."""
         if row[Field.DST] == Kind.REG:
             register = row[Field.DST + 1]
             if op in REDUCING_OPS:
                 start = arithmetic.bits_float(int(self.registers[register]))
-                self.registers[register] = arithmetic.float_bits(arithmetic.reduce(op, start, a, b))
+                self.registers[register] = arithmetic.float_bits(float(arithmetic.reduce(op, start, a, b)))
             elif length:  # the last value stays
                 last = arithmetic.compute(op, a[-1:], None if b is None else b[-1:], None)
                 self.registers[register] = last.view(np.int32)[0]
@@ -210,7 +208,9 @@ class Core:
         a = self._operand(row, Field.A, m * k, dtype)
         b = self._operand(row, Field.B, k * n, dtype)
         c = self._operand(row, Field.DST, m * n, dtype)
-        assert a is not None and b is not None and c is not None
+        assert a is not None
+        assert b is not None
+        assert c is not None
         a, b, c = a.reshape(k, m), b.reshape(n, k), c.reshape(n, m).copy()
         for step in range(k):
             for column in range(n):

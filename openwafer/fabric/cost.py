@@ -40,5 +40,5 @@ def scalar_cycles(wafer: Wafer, op: Op, overhead: int) -> int:
         return overhead
     if op in SLOW_SCALAR_OPS:
         return wafer.costs.divide
-    assert op not in VECTOR_OPS and op not in REDUCING_OPS
+    assert op not in VECTOR_OPS | REDUCING_OPS, op
     return 0 if op in (Op.LOOP, Op.END) else wafer.costs.scalar

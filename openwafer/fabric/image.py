@@ -54,9 +54,7 @@ class Image:
         if data.size == length:
             data = np.broadcast_to(data.reshape(length), shape)
         elif data.size != len(pes) * length:
-            raise UserError(
-                f"array {name!r} of {len(pes)} PEs takes {shape} values, got {np.asarray(values).shape}"
-            )
+            raise UserError(f"array {name!r} of {len(pes)} PEs takes {shape} values, got {np.asarray(values).shape}")
         data = np.ascontiguousarray(data.reshape(shape)).view(np.uint8).reshape(len(pes), -1)
         for block, rows, chosen, base in self._pieces(name, pes):
             block[rows, base : base + data.shape[1]] = data[chosen]

@@ -132,7 +132,8 @@ class Layout:
                 self._check_links(colour, direction, inputs, outputs)
             takes = self._programs_with(colour, "inputs")
             self._complain(
-                (outputs >> RAMP & 1 == 1) & ~takes, f"colour {colour} goes to the RAMP, but its program never receives it"
+                (outputs >> RAMP & 1 == 1) & ~takes,
+                f"colour {colour} goes to the RAMP, but its program never receives it",
             )
         for colour in {c for program in self.programs for c in program.outputs}:
             route_of = self.route_of.get(colour, np.full_like(self.program_of, NO_ROUTE))

@@ -121,7 +121,9 @@ class ProgramBuilder:
     # -- tasks and loops ---------------------------------------------------------------------------------
 
     @contextmanager
-    def task(self, name: str, *, start: bool = False, on: Fabric | None = None, word: Reg | None = None) -> Iterator[None]:
+    def task(
+        self, name: str, *, start: bool = False, on: Fabric | None = None, word: Reg | None = None
+    ) -> Iterator[None]:
         """The instructions inside run when the task is activated: at the `start`, by name, or by a wavelet.
 
         A task `on` an input queue is activated by each wavelet there and finds it in the register `word`.
@@ -244,9 +246,13 @@ class ProgramBuilder:
         self._emit(Op.SET, dst=register, imm=bits)
 
     def scalar(self, op: Op, dst: Reg, a: Reg, b: Reg | int | None = None) -> None:
-        """IADD, IMUL, ILT, IEQ (b a register or a number), FADD, FMUL, FMAX, FEXP, FRSQRT, FRECIP, UNPACK."""
+        """IADD, IMUL, ILT, IEQ (b a register or a number), FADD, FMUL, FMAX, FEXP, FRSQRT, FRECIP."""
         immediate = b if isinstance(b, int) else 0
         self._emit(op, dst=dst, a=a, b=b if isinstance(b, Reg) else None, imm=immediate)
+
+    def unpack(self, index: Reg, value: Reg, word: Reg) -> None:
+        """A sparse wavelet (index in the upper half, fp16 value in the lower) into an integer and an fp32 register."""
+        self._emit(Op.UNPACK, dst=index, a=word, b=value)
 
     def load(self, register: Reg, source: Mem) -> None:
         """One element; 16-bit floats arrive as fp32."""

@@ -13,7 +13,16 @@ from openwafer.registry import cache_dir
 
 SOURCES = Path(__file__).parent / "csrc"
 # No contraction: a product and a sum round separately, as in arithmetic.py.
-FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-shared", "-march=native", "-flto", "-fno-semantic-interposition"]
+FLAGS = [
+    "-O3",
+    "-std=gnu11",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-shared",
+    "-march=native",
+    "-flto",
+    "-fno-semantic-interposition",
+]
 
 
 class NoCompiler(Exception):

@@ -1,11 +1,22 @@
 """The C engine and the reference machine agree: cycle, values, errors, over random small programs."""
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from openwafer.fabric import EAST, NORTH, RAMP, SOUTH, WEST, ArchitectureError, Fault, Layout, Op, ProgramBuilder, Rect, Simulation
+from openwafer.fabric import (
+    EAST,
+    NORTH,
+    RAMP,
+    SOUTH,
+    WEST,
+    ArchitectureError,
+    Layout,
+    Op,
+    ProgramBuilder,
+    Rect,
+    Simulation,
+)
 from openwafer.fabric.layout import opposite
 from openwafer.systems import WSE2, WSE3
 
@@ -58,11 +69,15 @@ def scenarios(draw: st.DrawFn) -> dict:
             if sum(total) > ARRAY and style == "merge":
                 total = sizes
             for size in total:
-                actions[path[drop][:2]].append((f"recv_{style}", colour, size, dtype, draw(st.sampled_from([0, 0, 0, 1]))))
+                actions[path[drop][:2]].append(
+                    (f"recv_{style}", colour, size, dtype, draw(st.sampled_from([0, 0, 0, 1])))
+                )
         colours.append({"colour": colour, "path": path, "drops": drops, "switches": switches, "sources": sources})
     for pe, todo in actions.items():
         for _ in range(draw(st.integers(0, 2))):
-            todo.append((draw(st.sampled_from(["local", "loop", "tile", "wait"])), 0, draw(st.integers(1, ARRAY)), "f32", 0))
+            todo.append(
+                (draw(st.sampled_from(["local", "loop", "tile", "wait"])), 0, draw(st.integers(1, ARRAY)), "f32", 0)
+            )
         actions[pe] = draw(st.permutations(todo)) if draw(st.booleans()) else todo
     chip = draw(st.sampled_from([WSE2, WSE3]))
     return {"width": width, "height": height, "colours": colours, "actions": actions, "chip": chip}
@@ -135,13 +150,21 @@ def outcome(scenario: dict, engine: str) -> tuple:
     names = {name for p in simulation.layout.programs for name in p.arrays}
     for name in sorted(names):
         simulation.write(name, rng.integers(-4, 5, simulation.read(name).shape))
-    simulation.image.registers[:, 2] = rng.integers(-3, 4, len(simulation.image.registers)).astype(np.float32).view(np.int32)
+    simulation.image.registers[:, 2] = (
+        rng.integers(-3, 4, len(simulation.image.registers)).astype(np.float32).view(np.int32)
+    )
     try:
         report = simulation.run(20_000)
     except ArchitectureError as error:
         # Of several errors in one cycle either may be named.
         return "error", error.fault, error.cycle
-    return report.cycles, report.pe_utilisation, report.link_utilisation, memory.tobytes(), simulation.image.registers.tobytes()
+    return (
+        report.cycles,
+        report.pe_utilisation,
+        report.link_utilisation,
+        memory.tobytes(),
+        simulation.image.registers.tobytes(),
+    )
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

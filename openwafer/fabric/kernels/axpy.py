@@ -48,7 +48,7 @@ def worker(pe: ProgramBuilder, *, tokens: int, inputs: int, outputs: int) -> Non
     y = pe.array("y", outputs * tokens, "f16", bank=(2 if x.length * 2 // 8 % 2 == 0 else 0))
     word, index, value, output, flag = (pe.register() for _ in range(5))
     with pe.task("weight", on=pe.receive(COLOUR), word=word):
-        pe._emit(Op.UNPACK, dst=index, a=word, b=value)
+        pe.unpack(index, value, word)
         pe.scalar(Op.IEQ, flag, index, NEXT_OUTPUT)
         with pe.when(flag):
             pe.scalar(Op.IADD, output, output, 2 * tokens)

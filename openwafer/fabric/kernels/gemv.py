@@ -60,7 +60,9 @@ def program(pe: ProgramBuilder, *, collective: Collective, index: int, tile: int
 def formula(config: GemvConfig, wafer: Wafer) -> float:
     """Task start, clear y, the products, the all-reduce."""
     dtype, tile = parse_dtype(config.dtype), config.tile
-    local = vector_cycles(wafer, Op.MOV, dtype, tile, [], (0, 1)) + tile_cycles(wafer, dtype, tile, 1, tile, outer_n=True)
+    local = vector_cycles(wafer, Op.MOV, dtype, tile, [], (0, 1)) + tile_cycles(
+        wafer, dtype, tile, 1, tile, outer_n=True
+    )
     return wafer.costs.task_start + local + config.collective().cycles(wafer, tile)
 
 

@@ -36,7 +36,9 @@ def random_matrices(config: GemmConfig, seed: int) -> tuple[np.ndarray, np.ndarr
     shape = (config.size, config.size)
     kind = np.float16 if config.dtype == "f16" else np.float32
     scale = np.float32(1 / np.sqrt(config.size))
-    return rng.standard_normal(shape, np.float32).astype(kind), (scale * rng.standard_normal(shape, np.float32)).astype(kind)
+    return rng.standard_normal(shape, np.float32).astype(kind), (scale * rng.standard_normal(shape, np.float32)).astype(
+        kind
+    )
 
 
 def to_tiles(matrix: np.ndarray, grid: int) -> np.ndarray:

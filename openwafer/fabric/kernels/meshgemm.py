@@ -107,8 +107,10 @@ def formula(config: GemmConfig, wafer: Wafer) -> float:
 def run(config: GemmConfig, wafer: Wafer, setting: Setting) -> Outcome:
     grid = config.grid
     layout = Layout(wafer, grid, grid)
-    for first, name, backwards in ((A_RING, "x", False), (A_BACK, "x", True), (B_RING, "y", False)):
-        route_ring(Axis(layout, name), first, backwards)
+    horizontal, vertical = Axis(layout, "x"), Axis(layout, "y")
+    route_ring(horizontal, A_RING, backwards=False)
+    route_ring(horizontal, A_BACK, backwards=True)
+    route_ring(vertical, B_RING, backwards=False)
     place(layout, config)
     ring = np.array([ring_position(index, grid) for index in range(grid)])
     shifts = ring[:, None]

@@ -166,7 +166,9 @@ def line_program(pe: ProgramBuilder, *, collective: Collective, index: int, word
         collective.emit(pe, index, x)
 
 
-def run_line(wafer: Wafer, collective: Collective, num_pes: int, words: int, setting: Setting, *, everywhere: bool) -> Outcome:
+def run_line(
+    wafer: Wafer, collective: Collective, num_pes: int, words: int, setting: Setting, *, everywhere: bool
+) -> Outcome:
     """A collective over one row of random vectors; the sum must be at index 0, or `everywhere`."""
     if num_pes > wafer.usable_columns:
         raise UserError(f"--num_pes must be at most {wafer.usable_columns} on {wafer.name}, got {num_pes}")

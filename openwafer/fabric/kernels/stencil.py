@@ -70,7 +70,13 @@ def formula(config: StencilConfig, wafer: Wafer) -> float:
     local = product + 2 * shifted
     # Four streams share the ramp of a core, in and out.
     transfer = 4 * depth + step_cycles(wafer)
-    step = 8 * costs.fabric_startup + max(local, transfer - 6 * costs.fabric_startup) + 4 * aligned + 8 * costs.task_start + copy
+    step = (
+        8 * costs.fabric_startup
+        + max(local, transfer - 6 * costs.fabric_startup)
+        + 4 * aligned
+        + 8 * costs.task_start
+        + copy
+    )
     return costs.task_start + 2 * costs.scalar + config.steps * (step + costs.scalar)
 
 

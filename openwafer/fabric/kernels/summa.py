@@ -96,9 +96,21 @@ def formula(config: GemmConfig, wafer: Wafer) -> float:
     costs, dtype, tile = wafer.costs, parse_dtype(config.dtype), config.tile
     size = tile * tile
     clear = vector_cycles(wafer, Op.MOV, dtype, size, [], (0, 1))
-    step = 2 * costs.task_start + 2 * costs.fabric_startup + tile_cycles(wafer, dtype, tile, tile, tile) + 15 * costs.scalar
+    step = (
+        2 * costs.task_start
+        + 2 * costs.fabric_startup
+        + tile_cycles(wafer, dtype, tile, tile, tile)
+        + 15 * costs.scalar
+    )
     sender = 3 * costs.fabric_startup
-    return costs.task_start + clear + config.grid * step + 2 * sender + (size + step_cycles(wafer, 0)) + config.grid * wafer.hop_cycles
+    return (
+        costs.task_start
+        + clear
+        + config.grid * step
+        + 2 * sender
+        + (size + step_cycles(wafer, 0))
+        + config.grid * wafer.hop_cycles
+    )
 
 
 def run(config: GemmConfig, wafer: Wafer, setting: Setting) -> Outcome:
