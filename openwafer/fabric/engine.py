@@ -1,6 +1,7 @@
 """The fast machine: an image handed to the C engine (csrc/), and what it reports back."""
 
 import ctypes
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -13,6 +14,7 @@ from openwafer.fabric.image import Image
 from openwafer.fabric.program import Program
 
 _pointer = ctypes.c_void_p
+PES_FOR_TWO_THREADS = 3000
 STEP_CYCLES = 20_000  # between two calls of the progress function
 
 
@@ -43,7 +45,7 @@ def library() -> Any:
     engine = toolchain.load()
     i32, i64 = ctypes.c_int32, ctypes.c_int64
     engine.engine_new.restype = _pointer
-    engine.engine_new.argtypes = [i32, i32, *[_pointer] * 6, i32, i64, _pointer, _pointer, i32, i32]
+    engine.engine_new.argtypes = [i32, i32, *[_pointer] * 6, i32, i64, _pointer, _pointer, i32, i32, i32]
     engine.engine_run.argtypes = [_pointer, i32]
     engine.engine_free.argtypes = [_pointer]
     engine.engine_status.argtypes = [_pointer, _pointer]
@@ -52,10 +54,22 @@ def library() -> Any:
     return engine
 
 
+def _suitable_threads(num_pes: int) -> int:
+    """Two threads meet a few times in every simulated cycle: worth it from some thousand PEs on, on idle cores.
+
+    On cores that others use, one thread waits for the other to be scheduled again: measured 3 times slower than one.
+    """
+    idle = (os.cpu_count() or 1) - os.getloadavg()[0]
+    return 2 if num_pes >= PES_FOR_TWO_THREADS and idle >= 1 else 1
+
+
 class EngineMachine:
     """Runs an image in C. The image's memory and registers are worked on in place."""
 
-    def __init__(self, image: Image, *, trace: bool = False) -> None:
+    def __init__(self, image: Image, *, trace: bool = False, num_threads: int | None = None) -> None:
+        if num_threads is None:
+            num_threads = _suitable_threads(image.program_of.size)
+        self.num_threads = num_threads
         self.image, self.layout, self.trace = image, image.layout, trace
         self._keep: list[Any] = []  # arrays that C points into
         num_pes = image.program_of.size
@@ -104,7 +118,7 @@ class EngineMachine:
             layout.width, layout.height, costs.ctypes.data, ctypes.addressof(programs), ctypes.addressof(routes),
             image.program_of.ctypes.data, image.memory_offset.ctypes.data, route_of.ctypes.data, num_colours,
             self._num_nodes(route_of), image.memory.ctypes.data, image.registers.ctypes.data,
-            min(max_cycles, 2**31 - 2), int(self.trace),
+            min(max_cycles, 2**31 - 2), int(self.trace), self.num_threads,
         )  # fmt: skip
         if not handle:
             raise MemoryError(f"no memory for {layout.width} x {layout.height} PEs")

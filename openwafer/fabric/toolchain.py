@@ -21,6 +21,7 @@ FLAGS = [
     "-shared",
     "-march=native",
     "-flto",
+    "-pthread",
     "-fno-semantic-interposition",
 ]
 

@@ -1,5 +1,7 @@
 /* The event loop, and the functions that engine.py calls. */
 #include "engine.h"
+#include <pthread.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -62,6 +64,7 @@ static u64 heap_pop(Engine *e) {
 }
 
 void schedule(Engine *e, u32 id, i32 time) {
+    if (!(id & ID_KIND)) e = owner(e, e->nodes[id].pe);
     if (time <= e->now) abort(); /* our own invariant: the present is decided */
     e->pending++;
     if (time - e->now < WHEEL) put(e, id, time);
@@ -84,7 +87,40 @@ static i32 next_time(const Engine *e) {
     return NEVER;
 }
 
-static void cycle(Engine *e, i32 t) {
+/* -- one cycle, by one thread or by two ------------------------------------------------------------------------- */
+
+typedef struct {
+    Engine *bands[MAX_BANDS];
+    u32 num_bands, arrived, phase;
+    i32 until, max_cycles;
+} Team;
+
+static void barrier(Team *team) {
+    if (team->num_bands == 1) return;
+    u32 phase = __atomic_load_n(&team->phase, __ATOMIC_ACQUIRE);
+    if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) == team->num_bands) {
+        __atomic_store_n(&team->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&team->phase, phase + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (u32 spins = 0; __atomic_load_n(&team->phase, __ATOMIC_ACQUIRE) == phase; spins++)
+        if (spins > 2000) sched_yield(); /* the cores may be shared with others */
+}
+
+static u32 total(const Team *team, size_t field) {
+    u32 sum = 0;
+    for (u32 i = 0; i < team->num_bands; i++) sum += *(const u32 *)((const char *)team->bands[i] + field);
+    return sum;
+}
+
+static i32 band_next(const Engine *e) {
+    i32 t = next_time(e);
+    return e->heap_count && (i32)(e->heap[0] >> 32) < t ? (i32)(e->heap[0] >> 32) : t;
+}
+
+static void cycle(Engine *e, Team *team, i32 t) {
+    int leads = e == team->bands[0];
+    while (e->heap_count && (i32)(e->heap[0] >> 32) == t) put(e, (u32)heap_pop(e), t);
     Bucket *bucket = e->wheel + (u32)t % WHEEL;
     Bucket current = *bucket;
     *bucket = (Bucket){0};
@@ -93,7 +129,18 @@ static void cycle(Engine *e, i32 t) {
     e->pending -= current.count;
     e->events += current.count;
     e->num_ready = 0;
-    process_movers(e, current.ids, current.count, t);
+    stop_movers(e, current.ids, current.count, t);
+    barrier(team);
+    if (total(team, offsetof(Engine, num_border))) {
+        if (leads) for (u32 i = 0; i < team->num_bands; i++) stop_border(team->bands[i], t);
+        barrier(team);
+    }
+    start_movers(e, t);
+    if (total(team, offsetof(Engine, num_border_starters))) {
+        barrier(team);
+        if (leads) for (u32 i = 0; i < team->num_bands; i++) start_border(team->bands[i], t);
+        barrier(team);
+    }
     for (u32 i = 0; i < e->num_ready && !e->fault; i++) step_pe(e, e->ready_pes[i], t);
     if (bucket->room) free(current.ids);
     else {
@@ -102,13 +149,38 @@ static void cycle(Engine *e, i32 t) {
     }
 }
 
+typedef struct {
+    Team *team;
+    Engine *band;
+} Seat;
+
+/* What every thread of a team does, in step with the others. */
+static void *work(void *argument) {
+    Team *team = ((Seat *)argument)->team;
+    Engine *e = ((Seat *)argument)->band;
+    for (;;) {
+        e->next = band_next(e);
+        barrier(team);
+        i32 t = NEVER, fault = 0;
+        for (u32 i = 0; i < team->num_bands; i++) {
+            if (team->bands[i]->next < t) t = team->bands[i]->next;
+            fault |= team->bands[i]->fault;
+        }
+        barrier(team); /* nobody goes on before all have looked */
+        if (fault || t == NEVER || t > team->until || t > team->max_cycles) return NULL;
+        cycle(e, team, t);
+    }
+}
+
 static void check_end(Engine *e) {
+    for (u32 i = 1; i < e->num_bands; i++)
+        if (e->bands[i]->last_event > e->last_event) e->last_event = e->bands[i]->last_event;
     for (i32 pe = 0; pe < e->num_pes; pe++)
         if (e->pes[pe].last_event > e->last_event) e->last_event = e->pes[pe].last_event;
     for (i32 pe = 0; pe < e->num_pes; pe++)
         for (u32 thread = 0; thread < NUM_THREADS; thread++) {
             if (e->pes[pe].threads[thread] == NIL) continue;
-            const Operation *op = e->operations + e->pes[pe].threads[thread];
+            const Operation *op = owner(e, (u32)pe)->operations + e->pes[pe].threads[thread];
             u32 node = op->input != NIL ? op->input : op->output;
             fail(e, FAULT_DEADLOCK, (u32)pe, e->last_event, e->nodes[node].colour);
             return;
@@ -124,18 +196,27 @@ static void check_end(Engine *e) {
 
 /* Runs at most until cycle `until`; returns 1 while there is more to do. */
 i32 engine_run(Engine *e, i32 until) {
-    while (e->pending && !e->fault) {
-        i32 t = next_time(e);
-        if (e->heap_count && (i32)(e->heap[0] >> 32) < t) t = (i32)(e->heap[0] >> 32);
-        if (t > e->max_cycles) {
-            fail(e, FAULT_CYCLE_LIMIT, 0, e->max_cycles, 0);
-            return 0;
-        }
-        if (t > until) return 1;
-        while (e->heap_count && (i32)(e->heap[0] >> 32) == t) put(e, (u32)heap_pop(e), t);
-        cycle(e, t);
+    Team team = {.num_bands = e->num_bands, .until = until, .max_cycles = e->max_cycles};
+    Seat seats[MAX_BANDS];
+    pthread_t threads[MAX_BANDS];
+    for (u32 i = 0; i < e->num_bands; i++) {
+        team.bands[i] = e->bands[i];
+        seats[i] = (Seat){&team, e->bands[i]};
     }
-    if (!e->fault) check_end(e);
+    for (u32 i = 1; i < e->num_bands; i++)
+        if (pthread_create(threads + i, NULL, work, seats + i)) abort();
+    work(seats);
+    for (u32 i = 1; i < e->num_bands; i++) pthread_join(threads[i], NULL);
+    i32 t = NEVER;
+    for (u32 i = 0; i < e->num_bands; i++) {
+        const Engine *band = e->bands[i];
+        if (band->fault) fail(e, band->fault, (u32)band->fault_pe, band->fault_cycle, band->fault_detail);
+        if (band->next < t) t = band->next;
+    }
+    if (e->fault) return 0;
+    if (t == NEVER) check_end(e);
+    else if (t > e->max_cycles) fail(e, FAULT_CYCLE_LIMIT, 0, e->max_cycles, 0);
+    else return 1;
     return 0;
 }
 
@@ -191,10 +272,43 @@ static void add_pe(Engine *e, u32 pe, i32 program, i64 memory, const i16 *route_
     }
 }
 
+static Engine *new_band(const Engine *first) {
+    Engine *e = calloc(1, sizeof(Engine));
+    if (!e) return NULL;
+    if (first) *e = *first;
+    e->free_run = e->free_operation = NIL;
+    e->now = -1;
+    for (int i = 0; i < 3; i++)
+        if (!(e->scratch[i] = malloc(4 * (2 * MAX_LENGTH + 8)))) return NULL;
+    return e;
+}
+
+/* Two bands if asked for: the border routers are those of the rows next to the split. */
+static int split_bands(Engine *e, i32 num_bands) {
+    e->bands[0] = e;
+    e->num_bands = 1;
+    if (num_bands < 2 || e->height < 4) return 1;
+    i32 row = e->height / 2;
+    Engine *second = new_band(e);
+    if (!second) return 0;
+    for (u32 i = 0; i < e->num_nodes; i++) {
+        Node *node = e->nodes + i;
+        i32 y = (i32)node->pe / e->width;
+        node->border = node->kind == NODE_ROUTER && (y == row || y == row - 1);
+    }
+    Engine *bands[MAX_BANDS] = {e, second};
+    for (int i = 0; i < MAX_BANDS; i++) {
+        memcpy(bands[i]->bands, bands, sizeof bands);
+        bands[i]->num_bands = MAX_BANDS;
+        bands[i]->split = (u32)(row * e->width);
+    }
+    return 1;
+}
+
 Engine *engine_new(i32 width, i32 height, const Costs *costs, Program *programs, Route *routes, const i16 *program_of,
                    const i64 *memory_of, const i16 *route_of, i32 num_colours, i64 num_nodes, u8 *memory, i32 *registers,
-                   i32 max_cycles, i32 tracing) {
-    Engine *e = calloc(1, sizeof(Engine));
+                   i32 max_cycles, i32 tracing, i32 num_bands) {
+    Engine *e = new_band(NULL);
     if (!e) return NULL;
     e->width = width;
     e->height = height;
@@ -206,24 +320,21 @@ Engine *engine_new(i32 width, i32 height, const Costs *costs, Program *programs,
     e->registers = registers;
     e->max_cycles = max_cycles;
     e->tracing = tracing;
-    e->free_run = e->free_operation = NIL;
-    e->now = -1;
     e->nodes = malloc(sizeof(Node) * (size_t)(num_nodes ? num_nodes : 1));
     e->pes = malloc(sizeof(Pe) * (size_t)e->num_pes);
-    for (int i = 0; i < 3; i++) e->scratch[i] = malloc(4 * (2 * MAX_LENGTH + 8));
     if (tracing) e->task_started = calloc((size_t)e->num_pes * 2, sizeof(i32));
     if (!e->nodes || !e->pes || (tracing && !e->task_started)) return NULL;
     for (i32 pe = 0; pe < e->num_pes; pe++) {
         add_pe(e, (u32)pe, program_of[pe], memory_of[pe], route_of, num_colours);
         mark_shared(e, e->pes + pe);
-        if (program_of[pe] >= 0) schedule(e, ID_PE | (u32)pe, 0);
     }
+    if (!split_bands(e, num_bands)) return NULL;
+    for (i32 pe = 0; pe < e->num_pes; pe++)
+        if (program_of[pe] >= 0) schedule(owner(e, (u32)pe), ID_PE | (u32)pe, 0);
     return e;
 }
 
-void engine_free(Engine *e) {
-    for (u32 i = 0; i < e->num_nodes; i++)
-        while (e->nodes[i].head != NIL) pop_run(e, e->nodes + i);
+static void free_band(Engine *e) {
     for (u32 i = 0; i < e->num_operations; i++) {
         Operation *op = e->operations + i;
         if (op->pe != NIL) {
@@ -236,17 +347,29 @@ void engine_free(Engine *e) {
     }
     for (u32 i = 0; i < WHEEL; i++) free(e->wheel[i].ids);
     for (int i = 0; i < 3; i++) free(e->scratch[i]);
-    free(e->nodes), free(e->pes), free(e->runs), free(e->operations), free(e->heap), free(e->candidates);
-    free(e->starters), free(e->ready_pes), free(e->spans), free(e->task_started), free(e);
+    free(e->runs), free(e->operations), free(e->heap), free(e->candidates), free(e->border), free(e->border_starters);
+    free(e->starters), free(e->ready_pes), free(e->spans), free(e);
+}
+
+void engine_free(Engine *e) {
+    for (u32 i = 0; i < e->num_nodes; i++)
+        while (e->nodes[i].head != NIL) pop_run(owner(e, e->nodes[i].pe), e->nodes + i);
+    free(e->nodes), free(e->pes), free(e->task_started);
+    for (u32 i = e->num_bands; i-- > 0;) free_band(e->bands[i]);
 }
 
 /* fault, PE, cycle, detail, now, events, link words, stalls for room, link, words, last event in a core, spans. */
 void engine_status(const Engine *e, i64 *out) {
-    i32 last = 0;
+    i64 values[12] = {e->fault, e->fault_pe, e->fault_cycle, e->fault_detail, e->now};
     for (i32 pe = 0; pe < e->num_pes; pe++)
-        if (e->pes[pe].last_event > last) last = e->pes[pe].last_event;
-    i64 values[12] = {e->fault, e->fault_pe, e->fault_cycle, e->fault_detail, e->now, e->events, e->link_words,
-                      e->stalls[WAIT_ROOM], e->stalls[WAIT_LINK], e->stalls[WAIT_WORDS], last, e->num_spans};
+        if (e->pes[pe].last_event > values[10]) values[10] = e->pes[pe].last_event;
+    for (u32 i = 0; i < e->num_bands; i++) {
+        const Engine *band = e->bands[i];
+        values[5] += band->events;
+        values[6] += band->link_words;
+        for (int cause = WAIT_ROOM; cause <= WAIT_WORDS; cause++) values[6 + cause] += band->stalls[cause];
+        values[11] += band->num_spans;
+    }
     memcpy(out, values, sizeof values);
 }
 
@@ -254,4 +377,9 @@ void engine_per_pe(const Engine *e, i64 *busy, i64 *hops) {
     for (i32 pe = 0; pe < e->num_pes; pe++) busy[pe] = e->pes[pe].busy, hops[pe] = e->pes[pe].hops;
 }
 
-void engine_spans(const Engine *e, i32 *out) { memcpy(out, e->spans, sizeof(Span) * e->num_spans); }
+void engine_spans(const Engine *e, i32 *out) {
+    for (u32 i = 0; i < e->num_bands; i++) {
+        memcpy(out, e->bands[i]->spans, sizeof(Span) * e->bands[i]->num_spans);
+        out += 4 * (size_t)e->bands[i]->num_spans;
+    }
+}

@@ -64,7 +64,7 @@ typedef struct {
     i16 occupied, capacity;   /* words at the start of cycle `reference` */
     u8 colour, kind, position, links;
     u8 fed, firing, blocked, shared; /* blocked: sides whose feeder waits for room here; shared: contended links */
-    u8 cause, has_task;
+    u8 cause, has_task, border; /* border: a router next to the other band */
     u32 fired;
 } Node;
 
@@ -125,14 +125,24 @@ typedef struct {
     u32 count, room;
 } Bucket;
 
-enum { WHEEL = 4096 };
+enum { WHEEL = 4096, MAX_BANDS = 2 };
 
 typedef struct {
     i32 since;
     u32 colour, id;
 } Candidate;
 
+/* One band of rows of the mesh, worked on by one thread. What lies in arrays of nodes and PEs is shared; queues of
+ * events, runs and operations belong to a band. Threads work apart on everything but the routers of the two rows at
+ * the border; those are left to thread 0, between barriers. */
 typedef struct Engine {
+    struct Engine *bands[MAX_BANDS];
+    u32 num_bands, split;     /* first PE of the second band */
+    i32 next;                 /* time of this band's next event */
+    u32 *border;              /* ids, then starters, of border routers in this cycle */
+    u32 num_border, room_border;
+    Candidate *border_starters;
+    u32 num_border_starters, room_border_starters;
     i32 width, height, num_pes;
     u32 num_nodes;
     Node *nodes;
@@ -173,9 +183,14 @@ void schedule(Engine *e, u32 id, i32 time);
 void fail(Engine *e, i32 fault, u32 pe, i32 cycle, i32 detail);
 void *grow(Engine *e, void *items, u32 *room, u32 needed, size_t size);
 void add_span(Engine *e, u32 pe, i32 kind, i32 start, i32 end);
+static inline Engine *owner(Engine *e, u32 pe) { return e->num_bands == 1 ? e : e->bands[pe >= e->split]; }
 /* flow.c */
 u32 node_of(const Engine *e, u32 pe, u32 kind, u32 colour);
-void process_movers(Engine *e, const u32 *ids, u32 count, i32 t);
+void stop_movers(Engine *e, const u32 *ids, u32 count, i32 t);
+void stop_border(Engine *e, i32 t);
+void start_movers(Engine *e, i32 t);
+void start_border(Engine *e, i32 t);
+void retain(Stream *stream);
 void wake_feeders(Engine *e, Node *node, i32 time);
 void settle(Node *node, i32 t);
 void pop_run(Engine *e, Node *node);

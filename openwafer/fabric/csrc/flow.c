@@ -50,8 +50,11 @@ Stream *new_stream(Engine *e, u32 size) {
     return stream;
 }
 
+/* Streams cross from band to band, so their counts are atomic. */
+void retain(Stream *stream) { __atomic_fetch_add(&stream->refs, 1, __ATOMIC_RELAXED); }
+
 void release(Stream *stream) {
-    if (stream && --stream->refs == 0) free(stream);
+    if (stream && __atomic_sub_fetch(&stream->refs, 1, __ATOMIC_ACQ_REL) == 0) free(stream);
 }
 
 static u32 new_run(Engine *e) {
@@ -123,6 +126,7 @@ static void schedule_full(Engine *e, u32 feeder, const Node *target, i32 t) {
 
 static void feed_open(Engine *e, u32 index, u32 feeder, Stream *stream, u32 offset, i32 arrives, i32 t) {
     Node *node = e->nodes + index;
+    e = owner(e, node->pe);
     if (node->fed) {
         fail(e, FAULT_COLLISION, node->pe, t, node->colour);
         return;
@@ -131,7 +135,7 @@ static void feed_open(Engine *e, u32 index, u32 feeder, Stream *stream, u32 offs
     node->fed = 1;
     node->feeder = feeder;
     u32 run = new_run(e);
-    stream->refs++;
+    retain(stream);
     e->runs[run] = (Run){stream, offset, NIL, arrives, OPEN};
     int woken = 0; /* the drainer will be evaluated when the run arrives, and schedules the fill if it cannot start */
     if (node->head == NIL) {
@@ -152,6 +156,7 @@ static void feed_open(Engine *e, u32 index, u32 feeder, Stream *stream, u32 offs
 
 static void feed_close(Engine *e, u32 index, i32 count, i32 t) {
     Node *node = e->nodes + index;
+    e = owner(e, node->pe);
     settle(node, t);
     node->fed = 0;
     Run *run = e->runs + node->tail;
@@ -180,6 +185,14 @@ void wake_feeders(Engine *e, Node *node, i32 time) {
 }
 
 static void add_starter(Engine *e, u32 id) {
+    if (!(id & ID_KIND) && e->nodes[id].border) {
+        const Node *node = e->nodes + id;
+        e->border_starters =
+            grow(e, e->border_starters, &e->room_border_starters, e->num_border_starters + 1, sizeof(Candidate));
+        i32 since = node->waits_since >= 0 ? node->waits_since : e->now;
+        e->border_starters[e->num_border_starters++] = (Candidate){since, node->colour, id};
+        return;
+    }
     if (!(id & ID_KIND) && e->nodes[id].shared) {
         const Node *node = e->nodes + id;
         e->candidates = grow(e, e->candidates, &e->room_candidates, e->num_candidates + 1, sizeof(Candidate));
@@ -311,7 +324,7 @@ static void start_node(Engine *e, u32 id, i32 t) {
 
 static void add_piece(Engine *e, Operation *op, Run piece) {
     op->pieces = grow(e, op->pieces, &op->room_pieces, op->num_pieces + 1, sizeof(Run));
-    piece.stream->refs++;
+    retain(piece.stream);
     piece.count = 0;
     op->pieces[op->num_pieces++] = piece;
 }
@@ -327,7 +340,7 @@ static u32 output_offset(Engine *e, Operation *op, const Run *run, u32 offset) {
     if (count > (u32)op->remaining) count = (u32)op->remaining;
     op->out = forward_stream(e, op, run->stream, offset, count, op->taken);
     op->in = run->stream;
-    op->in->refs++;
+    retain(op->in);
     op->in_base = offset;
     op->out_base = op->taken;
     return 0;
@@ -451,8 +464,9 @@ static int by_turn(const void *left, const void *right) {
     return a->id < b->id ? -1 : a->id > b->id;
 }
 
-void process_movers(Engine *e, const u32 *ids, u32 count, i32 t) {
-    e->num_starters = e->num_candidates = 0;
+/* First half of a cycle: movers that fire and cannot go on stop; the others are remembered as starters. */
+void stop_movers(Engine *e, const u32 *ids, u32 count, i32 t) {
+    e->num_starters = e->num_candidates = e->num_border = e->num_border_starters = 0;
     for (u32 i = 0; i < count && !e->fault; i++) {
         u32 id = ids[i];
         if ((id & ID_KIND) == ID_PE) {
@@ -461,14 +475,35 @@ void process_movers(Engine *e, const u32 *ids, u32 count, i32 t) {
         } else if ((id & ID_KIND) == ID_OPERATION) {
             if (e->operations[id & ID_INDEX].firing) continue_operation(e, id, t);
             else add_starter(e, id);
+        } else if (e->nodes[id].border) {
+            e->border = grow(e, e->border, &e->room_border, e->num_border + 1, sizeof(u32));
+            e->border[e->num_border++] = id;
         } else if (e->nodes[id].firing) continue_node(e, id, t);
         else add_starter(e, id);
     }
+}
+
+void stop_border(Engine *e, i32 t) {
+    for (u32 i = 0; i < e->num_border && !e->fault; i++) {
+        u32 id = e->border[i];
+        if (e->nodes[id].firing) continue_node(e, id, t);
+        else add_starter(e, id);
+    }
+}
+
+static void start_in_turn(Engine *e, Candidate *candidates, u32 count, i32 t) {
+    if (count > 1) qsort(candidates, count, sizeof(Candidate), by_turn);
+    for (u32 i = 0; i < count && !e->fault; i++) start_node(e, candidates[i].id, t);
+}
+
+/* Second half: whoever can, starts; those that share links in the order of their turn. */
+void start_movers(Engine *e, i32 t) {
     for (u32 i = 0; i < e->num_starters && !e->fault; i++) {
         u32 id = e->starters[i];
         if (id & ID_OPERATION) start_operation(e, id, t);
         else start_node(e, id, t);
     }
-    if (e->num_candidates > 1) qsort(e->candidates, e->num_candidates, sizeof(Candidate), by_turn);
-    for (u32 i = 0; i < e->num_candidates && !e->fault; i++) start_node(e, e->candidates[i].id, t);
+    start_in_turn(e, e->candidates, e->num_candidates, t);
 }
+
+void start_border(Engine *e, i32 t) { start_in_turn(e, e->border_starters, e->num_border_starters, t); }
