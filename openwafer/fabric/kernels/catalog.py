@@ -15,6 +15,7 @@ from openwafer.fabric.kernels import (
     rmsnorm,
     scatter,
     softmax,
+    spmm,
     stencil,
     summa,
 )
@@ -43,6 +44,7 @@ KERNELS = {
     "gemv": Kernel("vector times stationary matrix", gemv.GemvConfig, gemv.run),
     "gemm": Kernel("matrix times matrix", GemmConfig, run_gemm),
     "axpy": Kernel("weight streaming, non-zero weights only", axpy.AxpyConfig, axpy.run),
+    "spmm": Kernel("sparse matrix times dense matrix", spmm.SpmmConfig, spmm.run),
     "stencil": Kernel("3D 7-point stencil", stencil.StencilConfig, stencil.run),
     "softmax": Kernel("softmax of a distributed vector", rmsnorm.NormConfig, softmax.run),
     "rmsnorm": Kernel("RMSNorm of a distributed vector", rmsnorm.NormConfig, rmsnorm.run),

@@ -22,6 +22,8 @@ SMALL = [
     ("gemm", {"grid": 6, "size": 48, "algorithm": "mesh"}),
     ("gemm", {"grid": 8, "size": 64, "algorithm": "mesh", "dtype": "bf16"}),
     ("axpy", {"num_pes": 3, "tokens": 64, "inputs": 12, "outputs": 8, "sparsity": 0.5}),
+    ("spmm", {"width": 4, "height": 3, "size": 24, "columns": 20, "density": 0.3}),
+    ("spmm", {"width": 3, "height": 2, "size": 12, "columns": 20, "density": 0.3, "algorithm": "coo"}),
     ("stencil", {"width": 5, "height": 4, "depth": 64, "steps": 2}),
     ("softmax", {"num_pes": 60, "size": 16}),
     ("rmsnorm", {"num_pes": 60, "size": 16}),
