@@ -91,7 +91,7 @@ class Core:
             self.pc = self.program.tasks[task].entry
             self._busy(t, self.wafer.costs.task_start)
         else:
-            self._execute(self.program.code[self.pc], t)
+            self._execute(self.program.code[self.pc], t, queues)
         self.last_event = t
         return True
 
@@ -118,7 +118,7 @@ class Core:
 
     # -- instructions ------------------------------------------------------------------------------------
 
-    def _execute(self, row: np.ndarray, t: int) -> None:
+    def _execute(self, row: np.ndarray, t: int, queues: "Queues") -> None:
         op = Op(row[Field.OP])
         kinds = (row[Field.DST], row[Field.A], row[Field.B])
         if op is Op.END:
@@ -137,6 +137,9 @@ class Core:
             self.waits_for, self.ready_at = int(row[Field.IMM]), None
         elif op is Op.WAIT:
             self._busy(t, self.wafer.costs.task_start)
+        elif op is Op.ADVANCE:
+            queues.advance(self.pe, int(row[Field.IMM]))
+            self._busy(t, self.wafer.costs.scalar)
         else:
             self._scalar(op, row)
             self._busy(t, scalar_cycles(self.wafer, op, int(row[Field.IMM])))
@@ -347,10 +350,13 @@ class Core:
 
 
 class Queues:
-    """What a core sees of its input queues; the machine implements it."""
+    """What a core sees of its input queues and its router; the machine implements it."""
 
     def head(self, pe: int, colour: int, t: int) -> bool:
         raise NotImplementedError
 
     def pop(self, pe: int, colour: int) -> int:
+        raise NotImplementedError
+
+    def advance(self, pe: int, colour: int) -> None:
         raise NotImplementedError

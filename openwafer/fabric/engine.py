@@ -11,6 +11,7 @@ import numpy as np
 from openwafer.fabric import toolchain
 from openwafer.fabric.fault import ArchitectureError, Fault
 from openwafer.fabric.image import Image
+from openwafer.fabric.isa import Field, Op
 from openwafer.fabric.program import Program
 
 _pointer = ctypes.c_void_p
@@ -69,6 +70,8 @@ class EngineMachine:
     def __init__(self, image: Image, *, trace: bool = False, num_threads: int | None = None) -> None:
         if num_threads is None:
             num_threads = _suitable_threads(image.program_of.size)
+        if any((program.code[:, Field.OP] == Op.ADVANCE).any() for program in image.layout.programs):
+            num_threads = 1  # a core that turns its own switch may wake a router of the other band
         self.num_threads = num_threads
         self.image, self.layout, self.trace = image, image.layout, trace
         self._keep: list[Any] = []  # arrays that C points into

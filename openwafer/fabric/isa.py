@@ -76,6 +76,7 @@ class Op(IntEnum):
     WAIT = 34  # until thread IMM has completed; takes a task start, as a callback would
     ILT = 35  # dst = a < b
     IEQ = 36  # dst = a == b
+    ADVANCE = 37  # the switch of colour IMM in this PE's own router, from the next cycle on
 
 
 VECTOR_OPS = frozenset(range(Op.MOV, Op.MAXOF + 1))

@@ -238,6 +238,11 @@ class ProgramBuilder:
         self._check_streams(None, None, stream)
         self._emit(Op.CONTROL, dst=stream, length=1, dtype=Dtype.i32)
 
+    def advance(self, colour: int) -> None:
+        """Advance the switch of `colour` in the PE's own router, without a control wavelet. Words that are still on
+        their way out through it follow the new position."""
+        self._emit(Op.ADVANCE, imm=colour)
+
     # -- registers and control flow ----------------------------------------------------------------------
 
     def set(self, register: Reg, value: float) -> None:

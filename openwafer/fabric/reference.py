@@ -50,6 +50,11 @@ class Node:
     def accepts(self, direction: int) -> bool:
         return self.route is None or bool(self.route.inputs[self.position] >> direction & 1)
 
+    def advance(self) -> None:
+        if self.route is not None:
+            last = len(self.route.inputs) - 1
+            self.position = self.position + 1 if self.position < last else 0 if self.route.ring else last
+
     def ready(self, t: int) -> bool:
         return bool(self.words) and self.words[0].arrives <= t
 
@@ -195,9 +200,8 @@ class ReferenceMachine(Queues):
                 arrived.add(id(target))
                 latency = ramp if target.kind == "input" or node.kind == "output" else self.wafer.hop_cycles
                 target.words.append(Word(word.value, t + latency, word.control))
-            if word.control and node.route is not None:
-                last = len(node.route.inputs) - 1
-                node.position = node.position + 1 if node.position < last else 0 if node.route.ring else last
+            if word.control:
+                node.advance()
 
     def _move_operation(self, core: Core, operation: Operation, t: int) -> None:
         operation.remaining -= 1
@@ -224,6 +228,9 @@ class ReferenceMachine(Queues):
 
     def pop(self, pe: int, colour: int) -> int:
         return self.inputs[pe, colour].words.popleft().value
+
+    def advance(self, pe: int, colour: int) -> None:
+        self.routers[pe, colour].advance()
 
     # -- the end -----------------------------------------------------------------------------------------
 

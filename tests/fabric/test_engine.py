@@ -52,7 +52,7 @@ def scenarios(draw: st.DrawFn) -> dict:
         if len(path) < 2:
             continue
         drops = {i for i in range(1, len(path) - 1) if draw(st.booleans())} | {len(path) - 1}
-        switches = draw(st.lists(st.integers(0, len(path) - 1), max_size=2)) if draw(st.integers(0, 4)) == 0 else []
+        switches = draw(st.lists(st.integers(0, len(path) - 1), max_size=2)) if draw(st.integers(0, 2)) == 0 else []
         dtype = draw(st.sampled_from(["f32", "f16", "i32", "bf16"]))
         sizes = draw(st.lists(st.integers(1, ARRAY), min_size=1, max_size=3))
         second = draw(st.integers(0, len(path) - 1)) if draw(st.integers(0, 5)) == 0 else None
@@ -61,6 +61,8 @@ def scenarios(draw: st.DrawFn) -> dict:
             for size in sizes:
                 send = draw(st.sampled_from(["mov", "mov", "add", "reg"]))
                 actions[path[source][:2]].append((send, colour, size, dtype, draw(st.sampled_from([0, 0, 0, 1]))))
+                if switches and draw(st.booleans()):
+                    actions[path[draw(st.sampled_from(switches))][:2]].append(("advance", colour, 1, dtype, 0))
                 if switches and draw(st.booleans()):
                     actions[path[source][:2]].append(("control", colour, 1, dtype, 0))
         for drop in drops:
@@ -125,6 +127,8 @@ def program(pe: ProgramBuilder, actions: list[tuple]) -> None:
                 pe.mac(y, pe.receive(colour), x, **options)
             elif kind.startswith("recv"):
                 pe.add(y, x, pe.receive(colour), **options)
+            elif kind == "advance":
+                pe.advance(colour)
             elif kind == "wait":
                 pe.wait(size % 8)
             elif kind == "local":

@@ -360,6 +360,7 @@ static i32 scalar_step(Engine *e, u32 pe, Pe *p, const i32 *row) {
     case OP_ENDLOOP:
         if (++*dst < length_of(e, pe, row)) p->pc = row[F_TARGET] + 1;
         return imm;
+    case OP_ADVANCE: advance_switch(e, node_of(e, pe, NODE_ROUTER, (u32)imm), e->now); break;
     case OP_ILT: *dst = a < other; break;
     case OP_IEQ: *dst = a == other; break;
     case OP_BRANCH: if (a == 0) p->pc = imm; break;
@@ -408,7 +409,7 @@ static i32 execute(Engine *e, u32 pe, Pe *p, const i32 *row, i32 now, i32 t) {
     int fabric = row[F_DST] == KIND_FABRIC || row[F_A] == KIND_FABRIC || row[F_B] == KIND_FABRIC;
     int inside = check_operands(e, pe, row, length, &overlaps) && length <= MAX_LENGTH;
     int waits = op == OP_WAIT && p->threads[row[F_IMM]] != NIL;
-    if (now > t && (!inside || overlaps || waits)) {
+    if (now > t && (!inside || overlaps || waits || op == OP_ADVANCE)) {
         later(e, pe, p, now);
         return -1;
     }

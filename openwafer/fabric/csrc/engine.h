@@ -27,7 +27,7 @@ enum { F_OP = 0, F_DTYPE = 1, F_LENGTH = 2, F_LENGTH_REG = 3, F_DST = 4, F_A = 8
        F_IMM = 18, F_N = 19, F_K = 20, F_TARGET = 21, F_SKIP_ZEROS = 22 };
 enum { OP_MOV, OP_ADD, OP_SUB, OP_MUL, OP_MAX, OP_MAC, OP_EXP, OP_RSQRT, OP_RECIP, OP_CONVERT, OP_SUM, OP_DOT, OP_MAXOF,
        OP_TILE, OP_CONTROL, OP_SET, OP_IADD, OP_IMUL, OP_FADD, OP_FMUL, OP_FMAX, OP_FEXP, OP_FRSQRT, OP_FRECIP, OP_LOAD,
-       OP_STORE, OP_UNPACK, OP_LOOP, OP_ENDLOOP, OP_BRANCH, OP_ACTIVATE, OP_BLOCK, OP_UNBLOCK, OP_END, OP_WAIT, OP_ILT, OP_IEQ };
+       OP_STORE, OP_UNPACK, OP_LOOP, OP_ENDLOOP, OP_BRANCH, OP_ACTIVATE, OP_BLOCK, OP_UNBLOCK, OP_END, OP_WAIT, OP_ILT, OP_IEQ, OP_ADVANCE };
 enum { T_F32, T_F16, T_BF16, T_I32, T_I16 };
 enum { FAULT_NONE, FAULT_COLLISION, FAULT_OUT_OF_BOUNDS, FAULT_QUEUE_BUSY, FAULT_THREAD_BUSY, FAULT_DEADLOCK,
        FAULT_STRANDED, FAULT_CYCLE_LIMIT, FAULT_NO_MEMORY };
@@ -194,6 +194,7 @@ void retain(Stream *stream);
 void wake_feeders(Engine *e, Node *node, i32 time);
 void settle(Node *node, i32 t);
 void pop_run(Engine *e, Node *node);
+void advance_switch(Engine *e, u32 index, i32 t);
 Stream *new_stream(Engine *e, u32 size);
 void release(Stream *stream);
 /* core.c */

@@ -270,7 +270,7 @@ static void continue_node(Engine *e, u32 id, i32 t) {
             return;
         }
         stop_node(e, id, node, t);
-    } else if (!targets_free(e, id, node, node->links, t)) {
+    } else if (wanted_links(e, node, t) != node->links || !targets_free(e, id, node, node->links, t)) {
         stop_node(e, id, node, t);
         node->taken = taken;
     } else
@@ -318,6 +318,17 @@ static void start_node(Engine *e, u32 id, i32 t) {
     p->links |= links;
     wake_feeders(e, node, t + 1);
     begin_run(e, id, node, t);
+}
+
+/* By the core itself, after the routers have moved in cycle t. */
+void advance_switch(Engine *e, u32 index, i32 t) {
+    Node *node = e->nodes + index;
+    position_at(e, node, t);
+    if (node->advance_at) position_at(e, node, node->advance_at);
+    node->advance_at = t + 1;
+    wake_feeders(e, node, t + 1);
+    if (node->fed) schedule(e, node->feeder, t + 1);
+    schedule(e, index, t + 1);
 }
 
 /* -- fabric instructions ------------------------------------------------------------------------------------------ */
