@@ -135,6 +135,10 @@ class Layout:
                 (outputs >> RAMP & 1 == 1) & ~takes,
                 f"colour {colour} goes to the RAMP, but its program never receives it",
             )
+        for colour in {c for program in self.programs for c in program.advances}:
+            unrouted = self.route_of.get(colour, np.full_like(self.program_of, NO_ROUTE)) == NO_ROUTE
+            wrong = self._programs_with(colour, "advances") & unrouted
+            self._complain(wrong, f"colour {colour} is advanced by the core, but its router has no route for it")
         for colour in {c for program in self.programs for c in program.outputs}:
             route_of = self.route_of.get(colour, np.full_like(self.program_of, NO_ROUTE))
             inputs, _ = self._any_position(route_of)

@@ -47,6 +47,11 @@ class Program:
     inputs: dict[int, int]  # colour -> words its input queue holds
     outputs: dict[int, int]
 
+    @property
+    def advances(self) -> set[int]:
+        """Colours whose switch it advances itself."""
+        return set(self.code[self.code[:, Field.OP] == Op.ADVANCE, Field.IMM].tolist())
+
 
 @dataclass
 class ProgramBuilder:
@@ -142,6 +147,8 @@ class ProgramBuilder:
         counter = self.register()
         begin = len(self.rows)
         cycles = self.wafer.costs.loop_inner if overhead is None else overhead
+        if cycles < 0:
+            raise UserError(f"{self.name}: loop overhead must not be negative, got {cycles}")
         length = count if isinstance(count, int) else 0
         self._emit(Op.LOOP, dst=counter, length=length, length_reg=_index(count))
         yield counter

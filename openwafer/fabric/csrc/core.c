@@ -152,6 +152,29 @@ static void send_words(Engine *e, Operation *op) {
         if (halves[i] & 0x7FFF) op->out->words[next++] = (u32)i << 16 | halves[i];
 }
 
+/* The main thread waits for it and nothing else runs: its operands cannot change before they are used. */
+static int is_alone(const Engine *e, const Operation *op) {
+    if (op->thread != MAIN_THREAD) return 0;
+    for (int thread = 0; thread < MAIN_THREAD; thread++)
+        if (e->pes[op->pe].threads[thread] != NIL) return 0;
+    return 1;
+}
+
+/* The operand that is not the stream: as read at issue, or from memory, into `scratch`; NULL if there is none. */
+static float *operand_from(Engine *e, const Operation *op, u32 first, i32 count, float *scratch) {
+    const i32 *row = op->row;
+    if (op->operand) return (float *)op->operand->words + first;
+    int other = row[F_A] == KIND_FABRIC ? F_B : F_A;
+    if (row[other] == KIND_NONE) return NULL;
+    if (row[other] == KIND_MEM) {
+        i32 stride = row[other + 3], address = address_of(e, op->pe, row, other);
+        address += (i32)first * stride * (i32)type_bytes(row[F_DTYPE]);
+        load_elements(row[F_DTYPE], memory_of(e, op->pe, address), stride, count, scratch);
+    } else
+        load_operand(e, op->pe, row, other, count, row[F_DTYPE], scratch);
+    return scratch;
+}
+
 static void prepare(Engine *e, Operation *op, int reads) {
     const i32 *row = op->row;
     if (row[F_OP] == OP_CONTROL) {
@@ -161,7 +184,7 @@ static void prepare(Engine *e, Operation *op, int reads) {
     } else if (!reads) send_words(e, op);
     else {
         int other = reads == F_A ? F_B : F_A;
-        if (row[other] != KIND_NONE) {
+        if (row[other] != KIND_NONE && !is_alone(e, op)) {
             op->operand = new_stream(e, (u32)op->length);
             load_operand(e, op->pe, row, other, op->length, row[F_DTYPE], (float *)op->operand->words);
         }
@@ -173,7 +196,7 @@ Stream *forward_stream(Engine *e, Operation *op, const Stream *in, u32 offset, u
     const i32 *row = op->row;
     i32 dtype = row[F_DTYPE], elements = (i32)count;
     Stream *out = new_stream(e, count);
-    float *a = e->scratch[0], *b = op->operand ? (float *)op->operand->words + first : NULL;
+    float *a = e->scratch[0], *b = operand_from(e, op, first, elements, e->scratch[1]);
     words_to_elements(dtype, in->words + offset, elements, a);
     if (row[F_B] == KIND_FABRIC) compute(row[F_OP], dtype, elements, b, a, NULL, a);
     else compute(row[F_OP], dtype, elements, a, b, NULL, a);
@@ -275,7 +298,7 @@ static void receive(Engine *e, Operation *op) {
         receive_copy(e, op);
         return;
     }
-    float *a = e->scratch[0], *b = op->operand ? (float *)op->operand->words : NULL;
+    float *a = e->scratch[0], *b;
     u32 *words = (u32 *)e->scratch[1], filled = 0;
     for (u32 i = 0; i < op->num_pieces; i++) {
         const Run *piece = op->pieces + i;
@@ -283,9 +306,10 @@ static void receive(Engine *e, Operation *op) {
         filled += (u32)piece->count;
     }
     words_to_elements(row[F_DTYPE], words, op->length, a);
+    b = operand_from(e, op, 0, op->length, e->scratch[1]);
     if (row[F_B] == KIND_FABRIC) {
-        memcpy(words, b, 4 * (size_t)op->length);
-        finish(e, op->pe, row, op->length, (float *)words, a);
+        if (b != e->scratch[1]) memcpy(e->scratch[1], b, 4 * (size_t)op->length);
+        finish(e, op->pe, row, op->length, e->scratch[1], a);
     } else
         finish(e, op->pe, row, op->length, a, b);
 }

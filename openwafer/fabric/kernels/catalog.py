@@ -8,6 +8,7 @@ from openwafer.fabric.kernels import (
     allreduce,
     axpy,
     broadcast,
+    decode,
     gather,
     gemv,
     meshgemm,
@@ -46,6 +47,7 @@ KERNELS = {
     "axpy": Kernel("weight streaming, non-zero weights only", axpy.AxpyConfig, axpy.run),
     "spmm": Kernel("sparse matrix times dense matrix", spmm.SpmmConfig, spmm.run),
     "stencil": Kernel("3D 7-point stencil", stencil.StencilConfig, stencil.run),
+    "decode": Kernel("one transformer decode layer", decode.DecodeConfig, decode.run),
     "softmax": Kernel("softmax of a distributed vector", rmsnorm.NormConfig, softmax.run),
     "rmsnorm": Kernel("RMSNorm of a distributed vector", rmsnorm.NormConfig, rmsnorm.run),
 }

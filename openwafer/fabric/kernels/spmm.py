@@ -61,7 +61,7 @@ def program(pe: ProgramBuilder, *, config: SpmmConfig, index: int) -> None:
     values, targets, sources = pe.array("s", count), pe.array("row", count, "i32"), pe.array("column", count, "i32")
     step, row, column, value = (pe.register() for _ in range(4))
     with pe.task("main", start=True):
-        with pe.loop(count, overhead=config.overhead(pe.wafer) - pe.wafer.costs.scalar):
+        with pe.loop(count, overhead=config.overhead(pe.wafer)):
             pe.load(value, values.at(step, 1))
             pe.load(row, targets.at(step, 1))
             pe.load(column, sources.at(step, 1))
@@ -75,9 +75,9 @@ def collective(config: SpmmConfig) -> Pipelined:
 
 
 def formula(config: SpmmConfig, wafer: Wafer) -> float:
-    """Non-zeros times (look-up, three loads, an AXPY whose operands share a bank), then the all-reduce."""
+    """Non-zeros times (look-up, three loads and an increment, an AXPY whose operands share a bank), then the all-reduce."""
     axpy = vector_cycles(wafer, Op.MAC, Dtype.f32, config.columns, [(0, 1)], (0, 1))
-    one = config.overhead(wafer) + 3 * wafer.costs.scalar + axpy
+    one = config.overhead(wafer) + 4 * wafer.costs.scalar + axpy
     words = config.block[0] * config.columns
     return wafer.costs.task_start + config.non_zeros * one + collective(config).cycles(wafer, words)
 
