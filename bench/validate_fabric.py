@@ -11,10 +11,12 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from openwafer.fabric import Layout, ProgramBuilder, Simulation
-from openwafer.fabric.kernels import meshgemm, summa
+from openwafer.fabric.kernels import decode, meshgemm, summa
 from openwafer.fabric.kernels.catalog import KERNELS
+from openwafer.fabric.kernels.decode import DecodeConfig
 from openwafer.fabric.kernels.matrices import GemmConfig
 from openwafer.fabric.kernels.outcome import Setting
 from openwafer.systems import WAFERS, WSE2, WSE3
@@ -97,22 +99,43 @@ def gemvs() -> Iterator[Row]:
         yield Row(what=f"pipelined GEMV, P={grid}", evidence="WSE-3", measured=measured, ours=ours, target=0.1)
 
 
+GEMMS: list[tuple[Literal["mesh", "summa"], int, int, int]] = [
+    ("mesh", 4320, 360, 511_841),
+    ("mesh", 4320, 540, 397_755),
+    ("mesh", 4320, 720, 385_679),
+    ("summa", 2160, 180, 249_021),
+    ("summa", 2160, 360, 213_821),
+    ("summa", 2160, 540, 238_153),
+    ("summa", 2160, 720, 280_520),
+]
+
+
 def gemms(full: bool) -> Iterator[Row]:
-    for algorithm, size, grid, measured in (
-        ("mesh", 4320, 360, 511_841), ("mesh", 4320, 540, 397_755), ("mesh", 4320, 720, 385_679),
-        ("summa", 2160, 180, 249_021), ("summa", 2160, 360, 213_821), ("summa", 2160, 540, 238_153),
-        ("summa", 2160, 720, 280_520),
-    ):  # fmt: skip
+    for algorithm, size, grid, measured in GEMMS:
         formula: Callable = (meshgemm if algorithm == "mesh" else summa).formula
         config = GemmConfig(grid=grid, size=size, algorithm=algorithm)
-        what, how = f"{algorithm} GEMM {size}, P={grid}", "simulated"
-        if full:
-            ours: float = cycles("gemm", "wse3", **dataclasses.asdict(config))
-        else:
-            small = GemmConfig(grid=SMALL_GRID, size=SMALL_GRID * config.tile, algorithm=algorithm)
-            gap = formula(small, WSE3) / cycles("gemm", "wse3", **dataclasses.asdict(small)) - 1
-            ours, how = formula(config, WSE3), f"formula ({gap:+.1%} at P={SMALL_GRID})"
+        small = GemmConfig(grid=SMALL_GRID, size=SMALL_GRID * config.tile, algorithm=algorithm)
+        ours, how = simulated_or_not("gemm", config, small, formula, full)
+        what = f"{algorithm} GEMM {size}, P={grid}"
         yield Row(what=what, evidence="WSE-3", measured=measured, ours=ours, target=0.1, how=how)
+
+
+def decodes(full: bool) -> Iterator[Row]:
+    """Sizes and groups as in the measured programs (one head); P=660 would cut pairs of the rotary embedding apart."""
+    for grid, width, ffn, group, measured in ((420, 4200, 14700, 21, 16455), (540, 4320, 14580, 27, 18683)):
+        config = DecodeConfig(grid=grid, width=width, feed_forward=ffn, context=width, group=group)
+        shape = {"width": width // grid * 60, "feed_forward": ffn // grid * 60, "context": width // grid * 60}
+        ours, how = simulated_or_not("decode", config, DecodeConfig(grid=60, group=15, **shape), decode.formula, full)
+        what = f"decode layer 8B, P={grid}"
+        yield Row(what=what, evidence="WSE-3", measured=measured, ours=ours, target=0.12, how=how)
+
+
+def simulated_or_not(kernel: str, config: Any, small: Any, formula: Callable, full: bool) -> tuple[float, str]:
+    """Cycles of `config`: simulated, or by formula with its error on the `small` grid."""
+    if full:
+        return cycles(kernel, "wse3", **dataclasses.asdict(config)), "simulated"
+    gap = formula(small, WSE3) / cycles(kernel, "wse3", **dataclasses.asdict(small)) - 1
+    return formula(config, WSE3), f"formula ({gap:+.1%} at P={small.grid})"
 
 
 def sparse() -> Iterator[Row]:
@@ -138,6 +161,7 @@ def rows(full: bool) -> Iterator[Row]:
     yield from sparse()
     yield from gemvs()
     yield from gemms(full)
+    yield from decodes(full)
 
 
 def main() -> None:

@@ -127,14 +127,18 @@ class TwoLevel:
         self._spread().emit(pe, index, vector, op)
 
     def cycles(self, wafer: Wafer, words: int) -> float:
-        """Per level: the longer chain, then the root takes the other stream, which is waiting for it."""
+        """Per level: the chain from the end, then the other stream, which is waiting by then or still to come."""
         total = self._spread().cycles(wafer, words)
         for level in self._levels():
-            chains = [chain for chain in level if len(chain.members) > 1]
-            if chains:
-                total += max(chain.cycles(wafer, words) for chain in chains)
-                total += wafer.costs.fabric_startup + words
+            total += max(self._both(wafer, words, *level[i : i + 2]) for i in range(0, len(level), 2))
         return total
+
+    @staticmethod
+    def _both(wafer: Wafer, words: int, from_end: Chain, from_start: Chain) -> float:
+        end, start = (chain.cycles(wafer, words) if len(chain.members) > 1 else 0.0 for chain in (from_end, from_start))
+        if not end or not start:
+            return end + start
+        return max(end + wafer.costs.fabric_startup + words, start)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ def collective(config: SpmmConfig) -> Pipelined:
 
 
 def formula(config: SpmmConfig, wafer: Wafer) -> float:
-    """Non-zeros times (look-up, three loads and an increment, an AXPY whose operands share a bank), then the all-reduce."""
+    """Non-zeros times (look-up, four scalars, an AXPY whose operands share a bank), then the all-reduce."""
     axpy = vector_cycles(wafer, Op.MAC, Dtype.f32, config.columns, [(0, 1)], (0, 1))
     one = config.overhead(wafer) + 4 * wafer.costs.scalar + axpy
     words = config.block[0] * config.columns

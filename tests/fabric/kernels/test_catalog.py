@@ -26,6 +26,7 @@ SMALL = [
     ("spmm", {"width": 3, "height": 2, "size": 12, "columns": 20, "density": 0.3, "algorithm": "coo"}),
     ("stencil", {"width": 5, "height": 4, "depth": 64, "steps": 2}),
     ("softmax", {"num_pes": 60, "size": 16}),
+    ("decode", {"grid": 24, "width": 288, "feed_forward": 480, "context": 240, "group": 5}),
     ("rmsnorm", {"num_pes": 60, "size": 16}),
 ]
 
@@ -50,6 +51,7 @@ def test_values_and_formula(name: str, options: dict, chip: str) -> None:
         ("axpy", {"num_pes": 2, "tokens": 8, "inputs": 6, "outputs": 3, "sparsity": 0.4}),
         ("stencil", {"width": 3, "height": 2, "depth": 12, "steps": 2}),
         ("softmax", {"num_pes": 7, "size": 3, "group": 3}),
+        ("decode", {"grid": 4, "width": 8, "feed_forward": 12, "context": 4, "group": 2}),
     ],
 )
 def test_the_reference_takes_the_same_cycles(name: str, options: dict) -> None:
