@@ -184,22 +184,53 @@ void fail(Engine *e, i32 fault, u32 pe, i32 cycle, i32 detail);
 void *grow(Engine *e, void *items, u32 *room, u32 needed, size_t size);
 void add_span(Engine *e, u32 pe, i32 kind, i32 start, i32 end);
 static inline Engine *owner(Engine *e, u32 pe) { return e->num_bands == 1 ? e : e->bands[pe >= e->split]; }
-/* flow.c */
+/* queue.c */
 u32 node_of(const Engine *e, u32 pe, u32 kind, u32 colour);
+void settle(Node *node, i32 t);
+void pop_run(Engine *e, Node *node);
+void wake_feeders(Engine *e, Node *node, i32 time);
+Stream *new_stream(Engine *e, u32 size);
+void retain(Stream *stream);
+void release(Stream *stream);
+u32 target_of(const Engine *e, const Node *node, int direction);
+i32 occupied_at(const Node *node, i32 t);
+int position_at(const Engine *e, Node *node, i32 t);
+int target_free(Engine *e, u32 id, Node *target, int side, i32 t);
+int targets_free(Engine *e, u32 id, const Node *node, u8 links, i32 t);
+void schedule_full(Engine *e, u32 feeder, const Node *target, i32 t);
+void feed_open(Engine *e, u32 index, u32 feeder, Stream *stream, u32 offset, i32 arrives, i32 t);
+void feed_close(Engine *e, u32 index, i32 count, i32 t);
+void add_starter(Engine *e, u32 id);
+void schedule_fill(Engine *e, const Node *node, i32 t);
+/* transfer.c */
+void continue_operation(Engine *e, u32 id, i32 t);
+void start_operation(Engine *e, u32 id, i32 t);
+/* flow.c */
 void stop_movers(Engine *e, const u32 *ids, u32 count, i32 t);
 void stop_border(Engine *e, i32 t);
 void start_movers(Engine *e, i32 t);
 void start_border(Engine *e, i32 t);
-void retain(Stream *stream);
-void wake_feeders(Engine *e, Node *node, i32 time);
-void settle(Node *node, i32 t);
-void pop_run(Engine *e, Node *node);
 void advance_switch(Engine *e, u32 index, i32 t);
-Stream *new_stream(Engine *e, u32 size);
-void release(Stream *stream);
 /* core.c */
+enum { READY_NONE = -1 }; /* ready_at of a main thread that waits for a task or for its fabric instruction */
 void step_pe(Engine *e, u32 pe, i32 t);
+/* operand.c */
+i32 *registers_of(Engine *e, u32 pe);
+float float_of(i32 bits);
+i32 bits_of(float value);
+i32 length_of(Engine *e, u32 pe, const i32 *row);
+i32 address_of(Engine *e, u32 pe, const i32 *row, int field);
+int range_of(Engine *e, u32 pe, const i32 *row, int field, i32 length, i32 dtype, i64 *low, i64 *high);
+u8 *memory_of(Engine *e, u32 pe, i32 address);
+void load_operand(Engine *e, u32 pe, const i32 *row, int field, i32 length, i32 dtype, float *to);
+int check_operands(Engine *e, u32 pe, const i32 *row, i32 length, int *overlaps);
+void finish(Engine *e, u32 pe, const i32 *row, i32 length, float *a, float *b);
+i32 run_vector(Engine *e, u32 pe, const i32 *row, i32 length);
+/* operation.c */
 Stream *forward_stream(Engine *e, Operation *op, const Stream *in, u32 offset, u32 count, u32 first);
+int issue(Engine *e, u32 pe, const i32 *row, i32 length, int inside, i32 now, i32 t);
+void later(Engine *e, u32 pe, Pe *p, i32 now);
+void complete(Engine *e, Pe *p, u32 thread, i32 t);
 /* values.c */
 u32 type_bytes(i32 dtype);
 void load_elements(i32 dtype, const u8 *from, i32 stride, i32 count, float *to);
