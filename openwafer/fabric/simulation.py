@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from openwafer.errors import UserError
 from openwafer.fabric import toolchain
 from openwafer.fabric.engine import EngineMachine, library
 from openwafer.fabric.image import Image
@@ -106,7 +107,7 @@ def _available(engine: EngineName) -> EngineName:
         library()
     except toolchain.NoCompiler as error:
         if engine == "c":
-            raise
+            raise UserError(str(error)) from None
         warnings.warn(f"{error}; running the slow reference instead", stacklevel=3)
         return "reference"
     return "c"

@@ -58,7 +58,10 @@ def _compile(library: Path) -> None:
     compiler = os.environ.get("CC") or "cc"
     if shutil.which(compiler.split()[0]) is None:
         raise NoCompiler(f"no C compiler ({compiler}) on this machine: install gcc or clang, or set CC")
-    library.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NoCompiler(f"cannot write to {library.parent} ({error.strerror}): set OPENWAFER_CACHE") from None
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / library.name
         sources = sorted(str(path) for path in SOURCES.glob("*.c"))
