@@ -18,6 +18,7 @@ COMMANDS = {
     "graph": "print the Units of a model",
     "data": "prepare text as token shards",
     "train": "train a model",
+    "simulate": "run a kernel on the simulated wafer",
     "pull": "fetch a model or a corpus",
     "chat": "generate text with a model",
     "import": "make a Hugging Face or GGUF model trainable",

@@ -1,0 +1,190 @@
+"""The simulated wafer against published measurements: `python bench/validate_fabric.py [--json FILE] [--full]`.
+
+One set of constants per chip (openwafer/systems.py); the evidence class stands beside each row, because a chip, the
+vendor's simulator and a derived number are not the same thing. Without --full, GEMMs on hundreds of PEs squared come
+from the closed formula, whose error against the simulation of the same tiles on a small grid is printed too.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from openwafer.fabric import Layout, ProgramBuilder, Simulation
+from openwafer.fabric.kernels import decode, meshgemm, summa
+from openwafer.fabric.kernels.catalog import KERNELS
+from openwafer.fabric.kernels.decode import DecodeConfig
+from openwafer.fabric.kernels.matrices import GemmConfig
+from openwafer.fabric.kernels.outcome import Setting
+from openwafer.systems import WAFERS, WSE2, WSE3
+
+SMALL_GRID = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    what: str
+    evidence: str
+    measured: float
+    ours: float
+    target: float  # allowed relative error
+    how: str = "simulated"
+
+    @property
+    def error(self) -> float:
+        return self.ours / self.measured - 1
+
+    @property
+    def holds(self) -> bool:
+        return abs(self.error) <= self.target
+
+
+def instructions() -> Iterator[Row]:
+    """fp32 multiply-accumulates by bank placement."""
+    for length, bank, shift, measured in (
+        (5124, 2, 0, 2597),
+        (5124, 0, 0, 5130),
+        (5124, 0, 1, 10254),
+        (1028, 0, 0, 1034),
+        (1028, 0, 1, 2062),
+    ):
+        cycles = run_mac(length, bank, shift)
+        what = f"fp32 MAC of {length}, bank {bank}, offset {shift}"
+        yield Row(what=what, evidence="vendor sim, WSE-2", measured=measured, ours=cycles, target=0.015)
+
+
+def run_mac(length: int, bank: int, shift: int) -> int:
+    def program(pe: ProgramBuilder) -> None:
+        a, c = pe.array("a", length + shift, bank=0), pe.array("c", length + shift, bank=bank)
+        factor = pe.register()
+        with pe.task("main", start=True):
+            pe.mac(c[shift:], a[shift:], factor)
+
+    layout = Layout(WSE2, 1, 1)
+    layout.place(program)
+    return Simulation(layout).run().cycles - WSE2.costs.task_start
+
+
+def cycles(kernel: str, chip: str, **options: object) -> int:
+    chosen = KERNELS[kernel]
+    outcome = chosen.run(chosen.config(**options), WAFERS[chip], Setting())
+    assert outcome.is_right, f"{kernel}: wrong values, error {outcome.max_error}"
+    return outcome.report.cycles
+
+
+def reductions() -> Iterator[Row]:
+    evidence = "vendor sim, WSE-2"
+    ours = cycles("reduce", "wse2")
+    yield Row(what="chain reduce 512 x 4096", evidence=evidence, measured=7218, ours=ours, target=0.015)
+    for step, measured in ((2, 10055), (8, 9117), (32, 8973), (128, 9297)):
+        ours = cycles("reduce", "wse2", algorithm="two_phase", step=step)
+        what = f"two-phase reduce 512 x 4096, S={step}"
+        yield Row(what=what, evidence=evidence, measured=measured, ours=ours, target=0.015)
+    ours = cycles("gemm", "wse2", grid=4, size=56, dtype="f32")
+    yield Row(what="SUMMA 4 x 4, tiles 14^3 fp32", evidence=evidence, measured=45783, ours=ours, target=0.02)
+
+
+def gemvs() -> Iterator[Row]:
+    for size, grid, measured in (
+        (4320, 120, 1026), (4320, 240, 989), (4320, 360, 1190), (4320, 480, 1455), (4800, 600, 1738),
+        (14400, 120, 5305), (14400, 240, 2126), (14400, 360, 1728), (14400, 480, 1756), (14400, 600, 1952),
+    ):  # fmt: skip
+        ours = cycles("gemv", "wse3", grid=grid, size=size)
+        yield Row(what=f"MeshGEMV {size}, P={grid}", evidence="WSE-3", measured=measured, ours=ours, target=0.1)
+    for grid, measured in ((120, 3035), (360, 6595), (600, 10110)):
+        ours = cycles("gemv", "wse3", grid=grid, size=6 * grid, algorithm="pipelined")
+        yield Row(what=f"pipelined GEMV, P={grid}", evidence="WSE-3", measured=measured, ours=ours, target=0.1)
+
+
+GEMMS: list[tuple[Literal["mesh", "summa"], int, int, int]] = [
+    ("mesh", 4320, 360, 511_841),
+    ("mesh", 4320, 540, 397_755),
+    ("mesh", 4320, 720, 385_679),
+    ("summa", 2160, 180, 249_021),
+    ("summa", 2160, 360, 213_821),
+    ("summa", 2160, 540, 238_153),
+    ("summa", 2160, 720, 280_520),
+]
+
+
+def gemms(full: bool) -> Iterator[Row]:
+    for algorithm, size, grid, measured in GEMMS:
+        formula: Callable = (meshgemm if algorithm == "mesh" else summa).formula
+        config = GemmConfig(grid=grid, size=size, algorithm=algorithm)
+        small = GemmConfig(grid=SMALL_GRID, size=SMALL_GRID * config.tile, algorithm=algorithm)
+        ours, how = simulated_or_not("gemm", config, small, formula, full)
+        what = f"{algorithm} GEMM {size}, P={grid}"
+        yield Row(what=what, evidence="WSE-3", measured=measured, ours=ours, target=0.1, how=how)
+
+
+def decodes(full: bool) -> Iterator[Row]:
+    """Sizes and groups as in the measured programs (one head); P=660 would cut pairs of the rotary embedding apart."""
+    for grid, width, ffn, group, measured in ((420, 4200, 14700, 21, 16455), (540, 4320, 14580, 27, 18683)):
+        config = DecodeConfig(grid=grid, width=width, feed_forward=ffn, context=width, group=group)
+        shape = {"width": width // grid * 60, "feed_forward": ffn // grid * 60, "context": width // grid * 60}
+        ours, how = simulated_or_not("decode", config, DecodeConfig(grid=60, group=15, **shape), decode.formula, full)
+        what = f"decode layer 8B, P={grid}"
+        yield Row(what=what, evidence="WSE-3", measured=measured, ours=ours, target=0.12, how=how)
+
+
+def simulated_or_not(kernel: str, config: Any, small: Any, formula: Callable, full: bool) -> tuple[float, str]:
+    """Cycles of `config`: simulated, or by formula with its error on the `small` grid."""
+    if full:
+        return cycles(kernel, "wse3", **dataclasses.asdict(config)), "simulated"
+    gap = formula(small, WSE3) / cycles(kernel, "wse3", **dataclasses.asdict(small)) - 1
+    return formula(config, WSE3), f"formula ({gap:+.1%} at P={small.grid})"
+
+
+def sparse() -> Iterator[Row]:
+    for form, width, height, size, columns, density, measured in (
+        ("csc", 32, 6, 768, 68, 0.05, 21218), ("csc", 64, 8, 1024, 68, 0.05, 14649),
+        ("csc", 64, 8, 1024, 68, 0.2, 51512), ("csc", 96, 24, 768, 260, 0.3, 28669),
+        ("coo", 64, 8, 1024, 68, 0.05, 17002), ("coo", 64, 8, 1024, 68, 0.1, 31044),
+    ):  # fmt: skip
+        shape = {"width": width, "height": height, "size": size, "columns": columns, "density": density}
+        ours = cycles("spmm", "wse2", algorithm=form, **shape)
+        what = f"{form} {width}x{height}, {size}^2, {columns} columns, {density:.0%}"
+        yield Row(what=what, evidence="WSE-2", measured=measured, ours=ours, target=0.15)
+
+
+def sparsity_curve() -> list[dict[str, float]]:
+    """Cycles of the streamed AXPY against sparsity: no measurement to hold it to, so it is a curve."""
+    return [{"sparsity": s, "cycles": cycles("axpy", "wse2", sparsity=s)} for s in (0, 0.5, 0.75, 0.9, 0.95, 0.99)]
+
+
+def rows(full: bool) -> Iterator[Row]:
+    yield from instructions()
+    yield from reductions()
+    yield from sparse()
+    yield from gemvs()
+    yield from gemms(full)
+    yield from decodes(full)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the rows there")
+    parser.add_argument("--full", action="store_true", help="simulate every GEMM in full (hours)")
+    args = parser.parse_args()
+    done = []
+    print(f"| {'what':44} | evidence | measured | ours | error | allowed | how |\n|---|---|---|---|---|---|---|")
+    for row in rows(args.full):
+        done.append({**dataclasses.asdict(row), "error": row.error, "holds": row.holds})
+        verdict = "" if row.holds else " MISSES"
+        print(
+            f"| {row.what:44} | {row.evidence} | {row.measured:,.0f} | {row.ours:,.0f} | {row.error:+.1%}{verdict} | "
+            f"{row.target:.1%} | {row.how} |",
+            flush=True,
+        )
+    curve = sparsity_curve()
+    print("sparsity: cycles", ", ".join(f"{p['sparsity']:.0%}: {p['cycles']:,.0f}" for p in curve))
+    print(f"{sum(row['holds'] for row in done)} of {len(done)} rows hold")
+    if args.json:
+        args.json.write_text(json.dumps({"rows": done, "sparsity": curve}, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

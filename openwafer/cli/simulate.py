@@ -1,0 +1,129 @@
+"""Run a kernel on the simulated wafer: `openwafer simulate reduce --system wse2 --num_pes 512 --words 4096`."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from openwafer.config import add_flags, flag_values
+from openwafer.errors import UserError
+
+if TYPE_CHECKING:
+    from openwafer.fabric.kernels.outcome import Outcome
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from openwafer.fabric.kernels.catalog import KERNELS
+    from openwafer.systems import SYSTEMS, WAFERS
+
+    kernels = parser.add_subparsers(metavar="KERNEL", required=True, dest="kernel")
+    for name, kernel in KERNELS.items():
+        command = kernels.add_parser(name, help=kernel.summary, description=kernel.summary, allow_abbrev=False)
+        add_flags(command, kernel.config, [field.name for field in dataclasses.fields(kernel.config)])
+        command.add_argument("--system", default="wse2", metavar="|".join([*WAFERS, *SYSTEMS]), help="(default wse2)")
+        command.add_argument("--clock_ghz", type=float, metavar="X", help="for seconds; cycles do not depend on it")
+        command.add_argument("--engine", choices=["auto", "c", "reference"], default="auto", help="(default auto)")
+        command.add_argument("--seed", type=int, default=0, metavar="N", help="of the random data (default 0)")
+        command.add_argument("--heat_map", type=Path, metavar="FILE.svg", help="draw how busy each PE was")
+        command.add_argument("--trace", type=Path, metavar="FILE.json", help="write a trace for Perfetto")
+        command.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+
+
+def run(args: argparse.Namespace) -> None:
+    from openwafer.fabric.kernels.catalog import KERNELS
+    from openwafer.fabric.kernels.outcome import Setting
+    from openwafer.systems import wafer
+
+    kernel = KERNELS[args.kernel]
+    chip = wafer(args.system)
+    if args.clock_ghz is not None:
+        if not args.clock_ghz > 0:
+            raise UserError(f"--clock_ghz must be above 0, got {args.clock_ghz}")
+        chip = dataclasses.replace(chip, clock_hz=args.clock_ghz * 1e9)
+    if args.engine == "reference" and (args.trace or args.heat_map):
+        raise UserError("--trace and --heat_map need the C engine: leave out --engine reference")
+    config = kernel.config(**flag_values(kernel.config, args))
+    progress = _show_progress if sys.stderr.isatty() else None
+    setting = Setting(engine=args.engine, trace=args.trace is not None, progress=progress, seed=args.seed)
+    start = time.perf_counter()
+    outcome = kernel.run(config, chip, setting)
+    wall_s = time.perf_counter() - start
+    if progress is not None:
+        print(file=sys.stderr)
+    _write_files(outcome, args)
+    result = summary(args.kernel, chip.name, outcome, wall_s, chip.seconds(outcome.report.cycles))
+    if args.json:
+        print(json.dumps({"config": dataclasses.asdict(config), **result}))
+    else:
+        print(_text(result))
+    if not outcome.is_right:
+        raise UserError(
+            f"{args.kernel}: the result differs from NumPy by {outcome.max_error:.3g} of the largest value, more than "
+            f"{outcome.tolerance:.3g}: this is a bug of the kernel or the engine, please report it"
+        )
+
+
+def _show_progress(cycle: int) -> None:
+    print(f"\rcycle {cycle:,}", end="", file=sys.stderr, flush=True)
+
+
+def summary(kernel: str, system: str, outcome: "Outcome", wall_s: float, seconds: float) -> dict[str, Any]:
+    report = outcome.report
+    return {
+        "kernel": kernel,
+        "system": system,
+        "cycles": report.cycles,
+        "seconds": seconds,
+        "num_pes": report.num_pes,
+        "pe_utilisation": report.pe_utilisation,
+        "link_utilisation": report.link_utilisation,
+        "stalls": dataclasses.asdict(report.stalls),
+        "io_words": report.io_words,
+        "io_cycles": report.io_cycles,
+        "formula_cycles": outcome.formula_cycles,
+        "formula_error": outcome.formula_error,
+        "max_error": outcome.max_error,
+        "tolerance": outcome.tolerance,
+        "wall_s": wall_s,
+        "pe_cycles_per_s": report.pe_cycles / wall_s,
+    }
+
+
+def _text(result: dict[str, Any]) -> str:
+    stalls = result["stalls"]
+    lines = [
+        f"{result['kernel']} on {result['system']}: {result['cycles']:,} cycles = {result['seconds'] * 1e6:.2f} us",
+        f"PEs {result['num_pes']:,}, busy {result['pe_utilisation']:.1%}; links used {result['link_utilisation']:.1%}",
+        f"waited for room {stalls['room']:,}, for a link {stalls['link']:,}, for words {stalls['words']:,} cycles",
+        f"closed formula {result['formula_cycles']:,.0f} cycles ({result['formula_error']:+.2%})",
+        f"host copies {result['io_words']:,} words, {result['io_cycles']:,} cycles of IO besides the run",
+        f"values within {result['max_error']:.2g} of NumPy (allowed {result['tolerance']:.2g})",
+        f"simulated in {result['wall_s']:.2f} s, {result['pe_cycles_per_s'] / 1e6:.1f} M PE-cycles/s",
+    ]
+    return "\n".join(lines)
+
+
+def _write_files(outcome: "Outcome", args: argparse.Namespace) -> None:
+    from openwafer.fabric.engine import EngineMachine
+    from openwafer.fabric.heatmap import heat_map
+    from openwafer.fabric.perfetto import busy_share, trace
+
+    machine = outcome.simulation.machine
+    if args.heat_map is None and args.trace is None:
+        return
+    if not isinstance(machine, EngineMachine):
+        raise UserError("--trace and --heat_map need the C engine, which could not be built here")
+    texts = []
+    if args.heat_map is not None:
+        title = f"{args.kernel} on {args.system}: share of cycles busy"
+        texts.append((args.heat_map, heat_map(busy_share(machine, outcome.report.cycles), title)))
+    if args.trace is not None:
+        texts.append((args.trace, trace(machine)))
+    for path, text in texts:
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from None

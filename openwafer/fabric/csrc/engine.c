@@ -1,0 +1,385 @@
+/* The event loop, and the functions that engine.py calls. */
+#include "engine.h"
+#include <pthread.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+
+void *grow(Engine *e, void *items, u32 *room, u32 needed, size_t size) {
+    if (needed <= *room) return items;
+    u32 wanted = *room ? *room : 4;
+    while (wanted < needed) wanted += wanted < 1u << 20 ? wanted : wanted / 4;
+    void *bigger = realloc(items, wanted * size);
+    if (!bigger) {
+        fail(e, FAULT_NO_MEMORY, 0, e->now, 0);
+        exit(70); /* nothing can go on without memory */
+    }
+    *room = wanted;
+    return bigger;
+}
+
+void fail(Engine *e, i32 fault, u32 pe, i32 cycle, i32 detail) {
+    if (e->fault) return;
+    e->fault = fault;
+    e->fault_pe = (i32)pe;
+    e->fault_cycle = cycle;
+    e->fault_detail = detail;
+}
+
+void add_span(Engine *e, u32 pe, i32 kind, i32 start, i32 end) {
+    e->spans = grow(e, e->spans, &e->room_spans, e->num_spans + 1, sizeof(Span));
+    e->spans[e->num_spans++] = (Span){(i32)pe, kind, start, end};
+}
+
+/* -- events --------------------------------------------------------------------------------------------------------- */
+
+static void put(Engine *e, u32 id, i32 time) {
+    u32 slot = (u32)time % WHEEL;
+    Bucket *bucket = e->wheel + slot;
+    bucket->ids = grow(e, bucket->ids, &bucket->room, bucket->count + 1, sizeof(u32));
+    bucket->ids[bucket->count++] = id;
+    e->occupied[slot / 64] |= 1ull << (slot % 64);
+}
+
+static void heap_push(Engine *e, u64 key) {
+    e->heap = grow(e, e->heap, &e->heap_room, e->heap_count + 1, sizeof(u64));
+    u32 i = e->heap_count++;
+    for (; i && e->heap[(i - 1) / 2] > key; i = (i - 1) / 2) e->heap[i] = e->heap[(i - 1) / 2];
+    e->heap[i] = key;
+}
+
+static u64 heap_pop(Engine *e) {
+    u64 top = e->heap[0], last = e->heap[--e->heap_count];
+    u32 i = 0;
+    for (;;) {
+        u32 child = 2 * i + 1;
+        if (child >= e->heap_count) break;
+        if (child + 1 < e->heap_count && e->heap[child + 1] < e->heap[child]) child++;
+        if (e->heap[child] >= last) break;
+        e->heap[i] = e->heap[child];
+        i = child;
+    }
+    e->heap[i] = last;
+    return top;
+}
+
+void schedule(Engine *e, u32 id, i32 time) {
+    if (!(id & ID_KIND)) e = owner(e, e->nodes[id].pe);
+    if (time <= e->now) abort(); /* our own invariant: the present is decided */
+    e->pending++;
+    if (time - e->now < WHEEL) put(e, id, time);
+    else heap_push(e, (u64)(u32)time << 32 | id);
+}
+
+/* The next cycle with events, at most WHEEL - 1 ahead; NEVER if the wheel is empty. */
+static i32 next_time(const Engine *e) {
+    u32 start = (u32)(e->now + 1) % WHEEL;
+    for (u32 step = 0; step <= WHEEL / 64; step++) {
+        u32 word = (start / 64 + step) % (WHEEL / 64);
+        u64 bits = e->occupied[word];
+        if (step == 0) bits &= ~0ull << (start % 64);
+        if (step == WHEEL / 64) bits &= start % 64 ? ~0ull >> (64 - start % 64) : 0;
+        if (bits) {
+            u32 slot = word * 64 + (u32)__builtin_ctzll(bits);
+            return e->now + 1 + (i32)((slot + WHEEL - start) % WHEEL);
+        }
+    }
+    return NEVER;
+}
+
+/* -- one cycle, by one thread or by two ------------------------------------------------------------------------- */
+
+typedef struct {
+    Engine *bands[MAX_BANDS];
+    u32 num_bands, arrived, phase;
+    i32 until, max_cycles;
+} Team;
+
+static void barrier(Team *team) {
+    if (team->num_bands == 1) return;
+    u32 phase = __atomic_load_n(&team->phase, __ATOMIC_ACQUIRE);
+    if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) == team->num_bands) {
+        __atomic_store_n(&team->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&team->phase, phase + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (u32 spins = 0; __atomic_load_n(&team->phase, __ATOMIC_ACQUIRE) == phase; spins++)
+        if (spins > 2000) sched_yield(); /* the cores may be shared with others */
+}
+
+static u32 total(const Team *team, size_t field) {
+    u32 sum = 0;
+    for (u32 i = 0; i < team->num_bands; i++) sum += *(const u32 *)((const char *)team->bands[i] + field);
+    return sum;
+}
+
+static i32 band_next(const Engine *e) {
+    i32 t = next_time(e);
+    return e->heap_count && (i32)(e->heap[0] >> 32) < t ? (i32)(e->heap[0] >> 32) : t;
+}
+
+static void cycle(Engine *e, Team *team, i32 t) {
+    int leads = e == team->bands[0];
+    while (e->heap_count && (i32)(e->heap[0] >> 32) == t) put(e, (u32)heap_pop(e), t);
+    Bucket *bucket = e->wheel + (u32)t % WHEEL;
+    Bucket current = *bucket;
+    *bucket = (Bucket){0};
+    e->occupied[(u32)t % WHEEL / 64] &= ~(1ull << ((u32)t % 64));
+    e->now = t;
+    e->pending -= current.count;
+    e->events += current.count;
+    e->num_ready = 0;
+    stop_movers(e, current.ids, current.count, t);
+    barrier(team);
+    if (total(team, offsetof(Engine, num_border))) {
+        if (leads) for (u32 i = 0; i < team->num_bands; i++) stop_border(team->bands[i], t);
+        barrier(team);
+    }
+    start_movers(e, t);
+    if (total(team, offsetof(Engine, num_border_starters))) {
+        barrier(team);
+        if (leads) for (u32 i = 0; i < team->num_bands; i++) start_border(team->bands[i], t);
+        barrier(team);
+    }
+    for (u32 i = 0; i < e->num_ready && !e->fault; i++) step_pe(e, e->ready_pes[i], t);
+    if (bucket->room) free(current.ids);
+    else {
+        current.count = 0;
+        *bucket = current;
+    }
+}
+
+typedef struct {
+    Team *team;
+    Engine *band;
+} Seat;
+
+/* What every thread of a team does, in step with the others. */
+static void *work(void *argument) {
+    Team *team = ((Seat *)argument)->team;
+    Engine *e = ((Seat *)argument)->band;
+    for (;;) {
+        e->next = band_next(e);
+        barrier(team);
+        i32 t = NEVER, fault = 0;
+        for (u32 i = 0; i < team->num_bands; i++) {
+            if (team->bands[i]->next < t) t = team->bands[i]->next;
+            fault |= team->bands[i]->fault;
+        }
+        barrier(team); /* nobody goes on before all have looked */
+        if (fault || t == NEVER || t > team->until || t > team->max_cycles) return NULL;
+        cycle(e, team, t);
+    }
+}
+
+static void check_end(Engine *e) {
+    for (u32 i = 1; i < e->num_bands; i++)
+        if (e->bands[i]->last_event > e->last_event) e->last_event = e->bands[i]->last_event;
+    for (i32 pe = 0; pe < e->num_pes; pe++)
+        if (e->pes[pe].last_event > e->last_event) e->last_event = e->pes[pe].last_event;
+    for (i32 pe = 0; pe < e->num_pes; pe++)
+        for (u32 thread = 0; thread < NUM_THREADS; thread++) {
+            if (e->pes[pe].threads[thread] == NIL) continue;
+            const Operation *op = owner(e, (u32)pe)->operations + e->pes[pe].threads[thread];
+            u32 node = op->input != NIL ? op->input : op->output;
+            fail(e, FAULT_DEADLOCK, (u32)pe, e->last_event, e->nodes[node].colour);
+            return;
+        }
+    const Node *first = NULL;
+    for (u32 i = 0; i < e->num_nodes; i++) {
+        const Node *node = e->nodes + i;
+        if (node->head == NIL) continue;
+        if (!first || node->pe < first->pe || (node->pe == first->pe && node->colour < first->colour)) first = node;
+    }
+    if (first) fail(e, FAULT_STRANDED, first->pe, e->last_event, first->colour);
+}
+
+/* Runs at most until cycle `until`; returns 1 while there is more to do. */
+i32 engine_run(Engine *e, i32 until) {
+    Team team = {.num_bands = e->num_bands, .until = until, .max_cycles = e->max_cycles};
+    Seat seats[MAX_BANDS];
+    pthread_t threads[MAX_BANDS];
+    for (u32 i = 0; i < e->num_bands; i++) {
+        team.bands[i] = e->bands[i];
+        seats[i] = (Seat){&team, e->bands[i]};
+    }
+    for (u32 i = 1; i < e->num_bands; i++)
+        if (pthread_create(threads + i, NULL, work, seats + i)) abort();
+    work(seats);
+    for (u32 i = 1; i < e->num_bands; i++) pthread_join(threads[i], NULL);
+    i32 t = NEVER;
+    for (u32 i = 0; i < e->num_bands; i++) {
+        const Engine *band = e->bands[i];
+        if (band->fault) fail(e, band->fault, (u32)band->fault_pe, band->fault_cycle, band->fault_detail);
+        if (band->next < t) t = band->next;
+    }
+    if (e->fault) return 0;
+    if (t == NEVER) check_end(e);
+    else if (t > e->max_cycles) fail(e, FAULT_CYCLE_LIMIT, 0, e->max_cycles, 0);
+    else return 1;
+    return 0;
+}
+
+/* -- building -------------------------------------------------------------------------------------------------------- */
+
+static void add_node(Engine *e, u32 pe, u32 kind, u32 colour, i32 capacity, i32 route) {
+    Node *node = e->nodes + e->num_nodes++;
+    *node = (Node){.pe = pe, .route = route < 0 ? 0 : (u32)route, .operation = NIL, .head = NIL, .tail = NIL,
+                   .waits_since = -1, .capacity = (i16)capacity, .colour = (u8)colour, .kind = (u8)kind};
+}
+
+static u8 all_links(const Engine *e, const Node *node) {
+    u8 links = 0;
+    for (u32 i = 0; i < e->routes[node->route].num_positions; i++) links |= e->routes[node->route].outputs[i];
+    return links;
+}
+
+static void mark_shared(Engine *e, const Pe *p) {
+    u32 routers = (u32)__builtin_popcount(p->routers), outputs = (u32)__builtin_popcount(p->outputs);
+    Node *nodes = e->nodes + p->first_node;
+    for (u32 i = 0; i < routers; i++)
+        for (u32 j = 0; j < routers; j++)
+            if (i != j && all_links(e, nodes + i) & all_links(e, nodes + j)) nodes[i].shared = 1;
+    for (u32 i = 0; i < outputs; i++) nodes[routers + i].shared = outputs > 1;
+}
+
+static void add_pe(Engine *e, u32 pe, i32 program, i64 memory, const i16 *route_of, i32 num_colours) {
+    Pe *p = e->pes + pe;
+    *p = (Pe){.first_node = e->num_nodes, .memory = memory, .program = program, .pc = -1, .waits_for = NUM_THREADS};
+    for (int i = 0; i < NUM_THREADS; i++) p->threads[i] = NIL;
+    for (i32 colour = 0; colour < num_colours; colour++) {
+        i32 route = route_of[(size_t)colour * (size_t)e->num_pes + pe];
+        if (route < 0) continue;
+        p->routers |= 1u << colour;
+        add_node(e, pe, NODE_ROUTER, (u32)colour, e->costs.router_words, route);
+    }
+    if (program < 0) return;
+    const Program *code = e->programs + program;
+    for (i32 colour = 0; colour < num_colours; colour++)
+        if (code->output_words[colour]) {
+            p->outputs |= 1u << colour;
+            add_node(e, pe, NODE_OUTPUT, (u32)colour,
+                     code->output_words[colour] + e->costs.forward_latency - 1, -1);
+        }
+    for (i32 colour = 0; colour < num_colours; colour++)
+        if (code->input_words[colour]) {
+            p->inputs |= 1u << colour;
+            add_node(e, pe, NODE_INPUT, (u32)colour, code->input_words[colour] + e->costs.ramp_cycles, -1);
+        }
+    for (i32 i = 0; i < code->num_tasks; i++) {
+        if (code->tasks[4 * i + 3]) p->activated |= 1u << i;
+        if (code->tasks[4 * i + 1] >= 0) e->nodes[node_of(e, pe, NODE_INPUT, (u32)code->tasks[4 * i + 1])].has_task = 1;
+    }
+}
+
+static Engine *new_band(const Engine *first) {
+    Engine *e = calloc(1, sizeof(Engine));
+    if (!e) return NULL;
+    if (first) *e = *first;
+    e->free_run = e->free_operation = NIL;
+    e->now = -1;
+    for (int i = 0; i < 3; i++)
+        if (!(e->scratch[i] = malloc(4 * (2 * MAX_LENGTH + 8)))) return NULL;
+    return e;
+}
+
+/* Two bands if asked for: the border routers are those of the rows next to the split. */
+static int split_bands(Engine *e, i32 num_bands) {
+    e->bands[0] = e;
+    e->num_bands = 1;
+    if (num_bands < 2 || e->height < 4) return 1;
+    i32 row = e->height / 2;
+    Engine *second = new_band(e);
+    if (!second) return 0;
+    for (u32 i = 0; i < e->num_nodes; i++) {
+        Node *node = e->nodes + i;
+        i32 y = (i32)node->pe / e->width;
+        node->border = node->kind == NODE_ROUTER && (y == row || y == row - 1);
+    }
+    Engine *bands[MAX_BANDS] = {e, second};
+    for (int i = 0; i < MAX_BANDS; i++) {
+        memcpy(bands[i]->bands, bands, sizeof bands);
+        bands[i]->num_bands = MAX_BANDS;
+        bands[i]->split = (u32)(row * e->width);
+    }
+    return 1;
+}
+
+Engine *engine_new(i32 width, i32 height, const Costs *costs, Program *programs, Route *routes, const i16 *program_of,
+                   const i64 *memory_of, const i16 *route_of, i32 num_colours, i64 num_nodes, u8 *memory, i32 *registers,
+                   i32 max_cycles, i32 tracing, i32 num_bands) {
+    Engine *e = new_band(NULL);
+    if (!e) return NULL;
+    e->width = width;
+    e->height = height;
+    e->num_pes = width * height;
+    e->costs = *costs;
+    e->programs = programs;
+    e->routes = routes;
+    e->memory = memory;
+    e->registers = registers;
+    e->max_cycles = max_cycles;
+    e->tracing = tracing;
+    e->nodes = malloc(sizeof(Node) * (size_t)(num_nodes ? num_nodes : 1));
+    e->pes = malloc(sizeof(Pe) * (size_t)e->num_pes);
+    if (tracing) e->task_started = calloc((size_t)e->num_pes * 2, sizeof(i32));
+    if (!e->nodes || !e->pes || (tracing && !e->task_started)) return NULL;
+    for (i32 pe = 0; pe < e->num_pes; pe++) {
+        add_pe(e, (u32)pe, program_of[pe], memory_of[pe], route_of, num_colours);
+        mark_shared(e, e->pes + pe);
+    }
+    if (!split_bands(e, num_bands)) return NULL;
+    for (i32 pe = 0; pe < e->num_pes; pe++)
+        if (program_of[pe] >= 0) schedule(owner(e, (u32)pe), ID_PE | (u32)pe, 0);
+    return e;
+}
+
+static void free_band(Engine *e) {
+    for (u32 i = 0; i < e->num_operations; i++) {
+        Operation *op = e->operations + i;
+        if (op->pe != NIL) {
+            for (u32 piece = 0; piece < op->num_pieces; piece++) release(op->pieces[piece].stream);
+            release(op->out);
+            release(op->in);
+            release(op->operand);
+        }
+        free(op->pieces);
+    }
+    for (u32 i = 0; i < WHEEL; i++) free(e->wheel[i].ids);
+    for (int i = 0; i < 3; i++) free(e->scratch[i]);
+    free(e->runs), free(e->operations), free(e->heap), free(e->candidates), free(e->border), free(e->border_starters);
+    free(e->starters), free(e->ready_pes), free(e->spans), free(e);
+}
+
+void engine_free(Engine *e) {
+    for (u32 i = 0; i < e->num_nodes; i++)
+        while (e->nodes[i].head != NIL) pop_run(owner(e, e->nodes[i].pe), e->nodes + i);
+    free(e->nodes), free(e->pes), free(e->task_started);
+    for (u32 i = e->num_bands; i-- > 0;) free_band(e->bands[i]);
+}
+
+/* fault, PE, cycle, detail, now, events, link words, stalls for room, link, words, last event in a core, spans. */
+void engine_status(const Engine *e, i64 *out) {
+    i64 values[12] = {e->fault, e->fault_pe, e->fault_cycle, e->fault_detail, e->now};
+    for (i32 pe = 0; pe < e->num_pes; pe++)
+        if (e->pes[pe].last_event > values[10]) values[10] = e->pes[pe].last_event;
+    for (u32 i = 0; i < e->num_bands; i++) {
+        const Engine *band = e->bands[i];
+        values[5] += band->events;
+        values[6] += band->link_words;
+        for (int cause = WAIT_ROOM; cause <= WAIT_WORDS; cause++) values[6 + cause] += band->stalls[cause];
+        values[11] += band->num_spans;
+    }
+    memcpy(out, values, sizeof values);
+}
+
+void engine_per_pe(const Engine *e, i64 *busy, i64 *hops) {
+    for (i32 pe = 0; pe < e->num_pes; pe++) busy[pe] = e->pes[pe].busy, hops[pe] = e->pes[pe].hops;
+}
+
+void engine_spans(const Engine *e, i32 *out) {
+    for (u32 i = 0; i < e->num_bands; i++) {
+        memcpy(out, e->bands[i]->spans, sizeof(Span) * e->bands[i]->num_spans);
+        out += 4 * (size_t)e->bands[i]->num_spans;
+    }
+}

@@ -1,0 +1,33 @@
+"""Traces for Perfetto and chrome://tracing: one track per PE thread, one cycle shown as one microsecond."""
+
+import json
+
+import numpy as np
+
+from openwafer.fabric.engine import EngineMachine
+
+FIRST_THREAD = 100  # span kinds from here on are threads of the core, below are tasks
+MAX_SPANS = 500_000
+
+
+def trace(machine: EngineMachine) -> str:
+    """The run as trace-event JSON; needs a machine that ran with `trace=True`."""
+    layout = machine.layout
+    programs = [[task.name for task in program.tasks] for program in layout.programs]
+    events: list[dict[str, object]] = []
+    named: set[int] = set()
+    for pe, kind, start, end in machine.spans[:MAX_SPANS].tolist():
+        if pe not in named:
+            named.add(pe)
+            name = f"PE ({pe % layout.width}, {pe // layout.width})"
+            events.append({"name": "process_name", "ph": "M", "pid": pe, "args": {"name": name}})
+        is_task = kind < FIRST_THREAD
+        name = programs[machine.image.program_of[pe]][kind] if is_task else f"fabric thread {kind - FIRST_THREAD}"
+        track = 0 if is_task else 1 + kind - FIRST_THREAD
+        events.append({"name": name, "ph": "X", "pid": pe, "tid": track, "ts": start, "dur": end - start})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def busy_share(machine: EngineMachine, cycles: int) -> np.ndarray:
+    """[height, width]: share of cycles in which each PE's main thread worked."""
+    return machine.busy.reshape(machine.layout.height, machine.layout.width) / max(1, cycles)

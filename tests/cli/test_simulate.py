@@ -1,0 +1,46 @@
+"""`openwafer simulate`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from openwafer.cli.main import main
+
+
+def test_json_has_cycles_utilisation_and_stalls(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num-pes", "512", "--words=4096", "--algorithm", "two_phase", "--step", "8", "--json"]
+    assert main(["simulate", "reduce", "--system", "wse2", *flags]) == 0
+    result = json.loads(capsys.readouterr().out)
+    # The vendor's simulator: 9117.
+    assert result["cycles"] == pytest.approx(9117, rel=0.015)
+    assert 0 < result["pe_utilisation"] < 1
+    assert 0 < result["link_utilisation"] < 1
+    assert set(result["stalls"]) == {"room", "link", "words"}
+
+
+def test_heat_map_and_trace_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, trace = tmp_path / "wafer.svg", tmp_path / "trace.json"
+    flags = ["--width", "5", "--height", "4", "--depth", "8", "--heat_map", str(picture), "--trace", str(trace)]
+    assert main(["simulate", "stencil", "--system", "cs3", *flags]) == 0
+    assert picture.read_text().count("<rect") == 20
+    events = json.loads(trace.read_text())["traceEvents"]
+    tasks = [event for event in events if event.get("name") == "main"]
+    assert len(tasks) == 20
+    assert max(event["ts"] + event["dur"] for event in tasks) <= 3000
+    assert "cycles" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["gemvv"], "gemv"),
+        (["gemv", "--system", "wse9"], "unknown wafer 'wse9': did you mean"),
+        (["gemv", "--grid", "7", "--size", "10"], "--size must be a multiple of --grid, got 10 and 7"),
+        (["reduce", "--num_pes", "800"], "at most 750 on wse2"),
+        (["reduce", "--clock_ghz", "0"], "--clock_ghz must be above 0"),
+    ],
+)
+def test_mistakes_get_one_sentence(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *argv]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,43 @@
+"""Two threads give the same cycles, values and statistics as one."""
+
+import numpy as np
+import pytest
+
+from openwafer.fabric.engine import EngineMachine
+from openwafer.fabric.image import Image
+from openwafer.fabric.kernels.axis import Axis
+from openwafer.fabric.kernels.matrices import GemmConfig
+from openwafer.fabric.kernels.meshgemm import A_BACK, A_RING, B_RING, place, route_ring
+from openwafer.fabric.kernels.stencil import StencilConfig
+from openwafer.fabric.kernels.stencil import place as place_stencil
+from openwafer.fabric.layout import Layout
+from openwafer.systems import WSE2, WSE3
+
+
+def stencil() -> Layout:
+    layout = Layout(WSE2, 6, 9)
+    place_stencil(layout, StencilConfig(width=6, height=9, depth=40, steps=3))
+    return layout
+
+
+def gemm() -> Layout:
+    layout = Layout(WSE3, 8, 8)
+    route_ring(Axis(layout, "x"), A_RING, backwards=False)
+    route_ring(Axis(layout, "x"), A_BACK, backwards=True)
+    route_ring(Axis(layout, "y"), B_RING, backwards=False)
+    place(layout, GemmConfig(grid=8, size=32, algorithm="mesh"))
+    layout.param("shifts_forward", np.arange(8)[:, None] % 3)
+    return layout
+
+
+@pytest.mark.parametrize("build", [stencil, gemm])
+def test_two_threads_agree_with_one(build) -> None:
+    results = []
+    for num_threads in (1, 2):
+        image = Image(build())
+        image.memory[:] = np.random.default_rng(1).integers(0, 60, image.memory.size)
+        machine = EngineMachine(image, trace=True, num_threads=num_threads)
+        cycles = machine.run(10**6)
+        spans = sorted(map(tuple, machine.spans.tolist()))
+        results.append((cycles, image.memory.tobytes(), machine.status[6:].tolist(), machine.busy.tolist(), spans))
+    assert results[0] == results[1]
