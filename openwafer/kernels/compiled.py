@@ -1,6 +1,6 @@
 """C sources of this package as loaded libraries: built once with the machine's `cc`, kept in the cache.
 
-Nothing depends on a compiler: `library` gives None where there is none, and callers fall back to a reference.
+Nothing depends on a compiler: where there is none, callers fall back to the reference beside each kernel.
 """
 
 import ctypes
@@ -12,59 +12,67 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from openwafer.registry import cache_dir
 
 # No contraction to fused multiply-add: results then equal the same operations done one by one anywhere else.
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-std=gnu11", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-shared", "-fPIC")
 _log = logging.getLogger(__name__)
+
+
+class NoCompiler(Exception):
+    """A library cannot be built here; the message says why."""
 
 
 @functools.cache
 def library(name: str) -> ctypes.CDLL | None:
-    """The library of `name`.c in this folder, or None when it cannot be built here."""
-    source = Path(__file__).with_name(f"{name}.c")
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        _log.warning("no C compiler found: %s runs on its slower reference", name)
+    """The library of `name`.c in this folder, or None, with a warning, when it cannot be built here."""
+    try:
+        return compiled(name, [Path(__file__).with_name(f"{name}.c")])
+    except NoCompiler as error:
+        _log.warning("%s: the slower reference of %s runs instead", error, name)
         return None
-    # The processor is part of the key: a cache on a shared disk may serve several kinds of machine.
-    key = hashlib.sha256(source.read_bytes() + f"{compiler} {_FLAGS} {_processor()}".encode()).hexdigest()[:16]
-    target = cache_dir() / "kernels" / f"{name}-{key}.so"
-    if not target.is_file() and not _build(compiler, source, target):
-        return None
+
+
+def compiled(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> ctypes.CDLL:
+    """The library of some C files (their headers beside them), from the cache if it was built before."""
+    key = hashlib.sha256(" ".join([platform.machine(), *_FLAGS, *flags, _processor()]).encode())
+    for folder in sorted({source.parent for source in sources}):
+        for path in sorted([*folder.glob("*.c"), *folder.glob("*.h")]):
+            key.update(path.name.encode() + path.read_bytes())
+    target = cache_dir() / "kernels" / f"{name}-{key.hexdigest()[:24]}.so"
+    if not target.is_file():
+        _build(target, [*_FLAGS, *flags, *map(str, sources)])
     try:
         return ctypes.CDLL(str(target))
     except OSError as error:
-        _log.warning("cannot load %s (%s): its slower reference runs instead", target, error)
-        return None
+        raise NoCompiler(f"cannot load {target} ({error})") from None
 
 
-def _build(compiler: str, source: Path, target: Path) -> bool:
+def _build(target: Path, arguments: Sequence[str]) -> None:
+    compiler = os.environ.get("CC") or "cc"
+    if shutil.which(compiler.split()[0]) is None:
+        raise NoCompiler(f"no C compiler ({compiler}) on this machine: install gcc or clang, or set CC")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             built = Path(folder, target.name)
-            command = [compiler, *_FLAGS, str(source), "-o", str(built), "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            command = [*compiler.split(), *arguments, "-o", str(built), "-lm"]
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
             if done.returncode != 0:
                 reason = (done.stderr.strip().splitlines() or ["it printed nothing"])[0]
-                _log.warning(
-                    "%s cannot build %s (%s): its slower reference runs instead", compiler, source.name, reason
-                )
-                return False
-            built.replace(target)
+                raise NoCompiler(f"{compiler} could not compile {target.stem}: {reason}")
+            built.replace(target)  # one rename: another process sees all of it or nothing
     except OSError as error:
-        _log.warning("cannot build %s (%s): its slower reference runs instead", source.name, error)
-        return False
-    return True
+        raise NoCompiler(f"cannot write to {target.parent} ({error.strerror}): set OPENWAFER_CACHE") from None
 
 
 def _processor() -> str:
-    """Something that differs between processors with different instructions."""
+    """What -march=native depends on: a cache shared between different machines must not mix them up."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.machine())
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

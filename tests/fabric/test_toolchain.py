@@ -31,7 +31,7 @@ def layout() -> Layout:
 
 def test_the_engine_is_compiled_once(fresh_cache: Path) -> None:
     toolchain.load()
-    (built,) = (fresh_cache / "engine").iterdir()
+    (built,) = (fresh_cache / "kernels").iterdir()
     written = built.stat().st_mtime_ns
     toolchain.load()
     assert built.stat().st_mtime_ns == written
