@@ -21,7 +21,7 @@ from openwafer.memoryx.store import FieldSpec, fields, layout
 from openwafer.memoryx.tier import DramTier, Key, Tier
 
 # Buffers for this many times the largest Unit on flash let reads, work and writes overlap; one time is enough to run.
-_WANTED_UNITS = 3
+_WANTED_UNITS = 2
 _SNAPSHOT_SHARE = 10  # a checkpoint may use a tenth of the budget on top of it
 
 

@@ -1,0 +1,118 @@
+"""Checkpoints: their write rate against the disk's, and how long training stalls for one.
+
+    python bench/checkpoint.py [--folder DIR] [--hidden_size 1024] [--layers 16] [--steps 4]
+
+The default is a GPT of 200M parameters with AdamW state: 2.4 GB. The disk's rate is that of one file of the same
+size written front to back with O_DIRECT. The stall is how much longer the same steps take with a checkpoint begun
+before them, in steps; where cores are few that includes the cores' share that hashing and writing take.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from openwafer import checkpoint
+from openwafer.direct_io import aligned_bytes, bytes_of, has_direct, opened, write_fully
+from openwafer.graph import capture
+from openwafer.graph.deferred import deferred, initialise
+from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
+from openwafer.memoryx.optimizer import make_optimizer
+from openwafer.memoryx.placement import close_tiers, open_tiers, place
+from openwafer.memoryx.store import Store
+from openwafer.models.build import build
+from openwafer.models.config import ModelConfig
+from openwafer.train.saver import Saver
+from openwafer.train.streamed import Streamed, fill
+
+CHUNK_BYTES = 8 << 20
+CONTEXT = 32
+
+
+def disk_rate(folder: Path, num_bytes: int) -> float:
+    """Bytes per second of a new file, until it is on disk."""
+    memory = bytes_of(aligned_bytes(CHUNK_BYTES))
+    path = folder / "sequential"
+    began = time.perf_counter()
+    with opened(path, os.O_WRONLY | os.O_CREAT, direct=has_direct(folder)) as descriptor:
+        for offset in range(0, num_bytes, CHUNK_BYTES):
+            write_fully(descriptor, memory, offset)
+        os.fsync(descriptor)
+    seconds = time.perf_counter() - began
+    path.unlink()
+    return num_bytes / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure (default: temporary files)")
+    parser.add_argument("--hidden_size", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=4, help="steps with and without a checkpoint")
+    args = parser.parse_args()
+    model = ModelConfig(
+        hidden_size=args.hidden_size,
+        num_hidden_layers=args.layers,
+        num_heads=args.hidden_size // 64,
+        vocab_size=256,
+        max_position_embeddings=CONTEXT,
+    )
+    with deferred():
+        module = build(model)
+    ids = torch.arange(CONTEXT).view(1, CONTEXT)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    graph = capture(module.train(), (), batch)
+    config, memory = OptimizerConfig(), MemoryConfig()
+    optimizer = make_optimizer(config)
+    placement = place(graph, optimizer, memory)
+    tiers = open_tiers(placement, memory)
+    store = Store(graph, optimizer, tiers)
+    fill(store, initialise(module, graph.weights, 0))
+    engine = Streamed(graph, store, {}, config, lambda step: 1.0)
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        result = measure(engine, batch, Path(name), placement.dram_bytes, args.steps)
+    close_tiers(tiers)
+    print(json.dumps({"parameters": graph.num_parameters, **result}, indent=1))
+
+
+def measure(engine: Streamed, batch: dict, folder: Path, num_bytes: int, steps: int) -> dict[str, float]:
+    def seconds_of_steps() -> float:
+        began = time.perf_counter()
+        for _ in range(steps):
+            engine.step([batch])
+        return time.perf_counter() - began
+
+    saver = Saver(lambda step, tensors: checkpoint.save(folder, step, tensors, {}, keep=1), print)
+    engine.step([batch])
+    disk = disk_rate(folder, num_bytes)
+    began = time.perf_counter()
+    saver.save_now(1, engine.freeze)
+    rate = num_bytes / (time.perf_counter() - began)
+    disk = (disk + disk_rate(folder, num_bytes)) / 2
+    plain = seconds_of_steps()
+    began = time.perf_counter()
+    saver.start(2, engine.freeze)
+    with_checkpoint = seconds_of_steps()
+    saver.wait()
+    took = time.perf_counter() - began
+    plain = (plain + seconds_of_steps()) / 2
+    saver.close()
+    return {
+        "bytes": num_bytes,
+        "disk_write_gb_s": round(disk / 1e9, 3),
+        "checkpoint_gb_s": round(rate / 1e9, 3),
+        "ratio": round(rate / disk, 3),
+        "target_ratio": 0.7,
+        "step_s": round(plain / steps, 3),
+        "background_save_s": round(took, 3),
+        "stall_steps": round((with_checkpoint - plain) / (plain / steps), 3),
+        "target_stall_steps": 1.0,
+    }
+
+
+if __name__ == "__main__":
+    main()
