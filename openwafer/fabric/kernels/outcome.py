@@ -8,7 +8,6 @@ import numpy as np
 from openwafer.fabric.layout import Layout
 from openwafer.fabric.simulation import EngineName, Report, Simulation
 
-
 ROWS_AT_ONCE = 4096
 
 
