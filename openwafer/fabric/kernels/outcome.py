@@ -8,6 +8,8 @@ import numpy as np
 from openwafer.fabric.layout import Layout
 from openwafer.fabric.simulation import EngineName, Report, Simulation
 
+ROWS_AT_ONCE = 4096
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -47,6 +49,10 @@ class Outcome:
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
     """Largest difference over the largest expected value; a NaN is an infinite error."""
-    difference = np.abs(got.astype(np.float64) - expected)
-    error = difference.max(initial=0.0) / max(float(np.abs(expected).max(initial=0.0)), 1e-30)
-    return float(error) if np.isfinite(error) else float("inf")
+    wanted = np.broadcast_to(expected, got.shape)
+    worst = 0.0
+    for start in range(0, len(got), ROWS_AT_ONCE):  # a whole wafer of values in fp64 would be several times its memory
+        part = slice(start, start + ROWS_AT_ONCE)
+        difference = np.abs(got[part].astype(np.float64) - wanted[part])
+        worst = max(worst, float(difference.max(initial=0.0)) if np.isfinite(difference).all() else float("inf"))
+    return worst / max(float(np.abs(expected).max(initial=0.0)), 1e-30)
