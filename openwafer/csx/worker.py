@@ -16,7 +16,7 @@ from openwafer.csx.loss import LossNames, find_loss
 from openwafer.csx.tree import TreeSum
 from openwafer.errors import UserError
 from openwafer.graph import Graph, Unit
-from openwafer.graph.randomness import seed_of
+from openwafer.graph.randomness import seed_of, set_seed
 from openwafer.graph.run import backward_unit, bind_inputs, forward_unit
 
 MicroBatch = Mapping[str, Any]  # keyword arguments of the model's forward
@@ -116,6 +116,6 @@ class Worker:
 
     def _seeder(self, step: int, micro_batch: int) -> Callable[[Unit], None]:
         def seeder(unit: Unit) -> None:
-            torch.manual_seed(seed_of(self.seed, step, micro_batch, unit.index))
+            set_seed(seed_of(self.seed, step, micro_batch, unit.index))
 
         return seeder

@@ -24,7 +24,7 @@ from openwafer.csx.loss import LossNames, find_loss
 from openwafer.csx.tree import TreeSum
 from openwafer.errors import UserError
 from openwafer.graph import Graph, Unit
-from openwafer.graph.randomness import seed_of
+from openwafer.graph.randomness import seed_of, set_seed
 from openwafer.graph.run import backward, bind_inputs, forward
 from openwafer.memoryx.config import OptimizerConfig
 from openwafer.memoryx.norm import block_sums, clipped, global_norm
@@ -120,7 +120,7 @@ class Reference:
 
     def _seeder(self, micro_batch: int) -> Callable[[Unit], None]:
         def seeder(unit: Unit) -> None:
-            torch.manual_seed(seed_of(self.seed, self.state.step, micro_batch, unit.index))
+            set_seed(seed_of(self.seed, self.state.step, micro_batch, unit.index))
 
         return seeder
 
