@@ -13,6 +13,8 @@ from openwafer.errors import UserError
 from openwafer.graph import Graph, capture
 from openwafer.graph.run import backward, bind_inputs, forward, result_of
 from openwafer.graph.unit import SEGMENT_ELEMENTS, Value
+from openwafer.models.build import build
+from openwafer.models.config import ModelConfig
 
 IDS = torch.arange(32).reshape(2, 16) * 7 % 97
 
@@ -93,6 +95,20 @@ class Crossing(nn.Module):
         return (torch.tanh(self.linear(b)) + bias, a * scale), scale
 
 
+OURS = {"hidden_size": 32, "num_hidden_layers": 3, "num_heads": 4, "vocab_size": 97, "max_position_embeddings": 16}
+
+
+def our_gpt() -> nn.Module:
+    return build(ModelConfig(**OURS, dropout=0.1))
+
+
+def our_llama() -> nn.Module:
+    """Grouped-query attention, and sliding layers beside full ones: two kinds of blocks."""
+    return build(
+        ModelConfig(**OURS, family="llama", num_kv_heads=2, sliding_window=8, sliding_window_pattern=3, qk_norm=True)
+    )
+
+
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=97, n_positions=32)
     return transformers.GPT2LMHeadModel(config)
@@ -154,6 +170,8 @@ PAIR = {"a": torch.linspace(-1, 1, 24).reshape(4, 6), "b": torch.linspace(1, -2,
 
 # name, module, kwargs, Units, distinct functions
 CASES: list[tuple[str, Callable[[], nn.Module], dict[str, Any], int, int]] = [
+    ("our_gpt", our_gpt, TEXT, 5, 3),
+    ("our_llama", our_llama, TEXT, 5, 4),
     ("gpt2", gpt2, PADDED, 5, 3),
     ("llama", llama, PADDED, 5, 3),
     ("bert", bert, MASKED, 5, 3),
@@ -166,7 +184,10 @@ CASES: list[tuple[str, Callable[[], nn.Module], dict[str, Any], int, int]] = [
 
 
 def loss_of(result: Any) -> torch.Tensor:
-    return result if isinstance(result, torch.Tensor) else result["loss"]
+    """A scalar, our (loss_sum, count), or a `transformers` output."""
+    if isinstance(result, torch.Tensor):
+        return result
+    return result[0] if isinstance(result, tuple) else result["loss"]
 
 
 def run_units(graph: Graph, module: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, dict, dict[str, torch.Tensor]]:
@@ -175,7 +196,8 @@ def run_units(graph: Graph, module: nn.Module, kwargs: dict[str, Any]) -> tuple[
     state = torch.get_rng_state()
     values, updates = forward(graph, weights, buffers, bind_inputs(graph, (), kwargs))
     result = result_of(graph, values)
-    (head,) = (leaf.name for leaf in graph.outputs if isinstance(leaf, Value) and values[leaf.name].dim() == 0)
+    scalars = [leaf.name for leaf in graph.outputs if isinstance(leaf, Value) and values[leaf.name].dim() == 0]
+    (head,) = (name for name in scalars if values[name].is_floating_point())
     if any(unit.function.is_random for unit in graph.units):
         torch.set_rng_state(state)
         return result, updates, {}
