@@ -13,7 +13,7 @@ from torch import Tensor
 
 from openwafer.direct_io import aligned_bytes, bytes_of, opened, rounded_up, write_fully
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",

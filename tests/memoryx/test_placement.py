@@ -103,10 +103,11 @@ from openwafer.train.saver import Saver
 from openwafer.train.streamed import Streamed, fill
 
 folder, uses_flash = pathlib.Path(sys.argv[1]), sys.argv[2] == "flash"
-BASE = 192 << 20
+BASE = 256 << 20  # of address space: a thread's stack alone takes 8 MiB of it
+RESIDENT_BASE = 128 << 20
 
-def now():
-    return int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+def now(what):
+    return int(re.search(what + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
 
 def trained(hidden_size, layers, memory, steps):
     torch.manual_seed(0)
@@ -139,12 +140,15 @@ def limited(state):
     budget = state // 3
     allowance = budget * 11 // 10 + BASE
     assert state > allowance
-    resource.setrlimit(resource.RLIMIT_DATA, (now() + allowance, -1))
+    resource.setrlimit(resource.RLIMIT_DATA, (now("VmData") + allowance, -1))
+    global most
+    most = now("VmRSS") + budget * 11 // 10 + RESIDENT_BASE
     print("state", state >> 20, "MiB, allowed", allowance >> 20, "MiB")
     return MemoryConfig(dram=budget, flash=folder / "flash") if uses_flash else MemoryConfig()
 
 trained(64, 6, lambda state: MemoryConfig(dram=state // 2, flash=folder / "flash"), 1)  # code and threads are there
 trained(512, 18, limited, 6)
+assert now("VmHWM") <= most, (now("VmHWM") >> 20, most >> 20)
 print("trained")
 """
 
