@@ -1,6 +1,7 @@
 """`openwafer train` on flash: killed twenty times, its files damaged, checkpoints failing; the bits stay the same."""
 
 import os
+import signal
 import random
 import subprocess
 import sys
@@ -168,9 +169,11 @@ def test_damaged_flash_files_end_the_run_and_the_same_command_resumes(
     flags = ["--dram", "250KB", "--flash", str(tmp_path / "flash")]
     process = start(params, tmp_path, *flags)
     read_until(process, "step 5/")
-    # While it runs: nobody else may use the folder.
+    process.send_signal(signal.SIGSTOP)  # it must not finish while we look around
+    # While it lives: nobody else may use the folder.
     assert main(["train", "--params", str(params), "--model_dir", str(tmp_path / "other"), *flags]) == 2
     assert "is used by another run" in capsys.readouterr().err
+    process.send_signal(signal.SIGCONT)
     while process.poll() is None:  # again and again: what is written behind comes back
         for path in (tmp_path / "flash").glob("*.flash"):
             path.unlink(missing_ok=True)

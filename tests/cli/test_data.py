@@ -31,7 +31,7 @@ def test_prepare_prints_one_json_object(source, tmp_path, capsys):
 def test_prepare_says_what_it_made(source, tmp_path, capsys):
     assert main(["data", "prepare", "--input", str(source), "--out", str(tmp_path / "o")]) == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith("1 documents, ")
+    assert printed.out.startswith("1 document, ")
     assert printed.err == ""
 
 
