@@ -13,11 +13,18 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
+from openwafer.memoryx.config import GroupConfig
 from openwafer.models.config import RopeScaling
 from openwafer.params import SECTIONS
+from openwafer.train.schedule import PartConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-CLASSES = {**SECTIONS, "model.rope_scaling": RopeScaling}
+CLASSES = {
+    **SECTIONS,
+    "model.rope_scaling": RopeScaling,
+    "optimizer.groups": GroupConfig,
+    "schedule.parts": PartConfig,
+}
 _MARKED = re.compile(r"(<!-- keys: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WORDS = {int: "whole number", float: "number", bool: "true or false", Path: "path", str: "text"}
 
@@ -39,6 +46,11 @@ def _kind(hint: Any, field: dataclasses.Field[Any]) -> str:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
     if dataclasses.is_dataclass(hint):
         return "section"
+    if typing.get_origin(hint) is tuple:
+        inner = typing.get_args(hint)[0]
+        return "list of sections" if dataclasses.is_dataclass(inner) else "list"
+    if field.metadata["size"]:
+        return "size such as `4GiB`"
     low, high = field.metadata["minimum"], field.metadata["maximum"]
     limits = [f"{word} {limit}" for word, limit in (("from", low), ("to", high)) if limit is not None]
     return " ".join([_WORDS[hint], *limits])
@@ -48,7 +60,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
     if field.default is dataclasses.MISSING:
         return "needed"
     value = field.default
-    if value is None:
+    if value is None or value == ():
         return "none"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 

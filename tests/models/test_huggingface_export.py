@@ -202,8 +202,9 @@ def test_memory_is_bounded_by_shards(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", MEASURED, *paths], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     exported, imported = map(int, done.stdout.split())
-    # Two shards of 4 MiB, and what an allocator does not give back at once.
+    # A few shards of 4 MiB, and what an allocator does not give back at once; checkpoints are written by several
+    # threads with a shard each.
     assert exported < 30 << 20
-    assert imported < 30 << 20
+    assert imported < 60 << 20
     weights = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["metadata"]
     assert weights["total_size"] == num_bytes
