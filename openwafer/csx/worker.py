@@ -18,6 +18,7 @@ from openwafer.errors import UserError
 from openwafer.graph import Graph, Unit
 from openwafer.graph.randomness import seed_of, set_seed
 from openwafer.graph.run import backward_unit, bind_inputs, forward_unit
+from openwafer.memoryx.fetch import fetched
 
 MicroBatch = Mapping[str, Any]  # keyword arguments of the model's forward
 Weights = Mapping[str, Tensor]
@@ -107,9 +108,12 @@ class Worker:
             values.pop(name, None)
 
     def _sum_loss(self, done: Pass) -> None:
-        losses = [values[self.loss.loss].item() for values in done.values]
+        losses = fetched(torch.stack([values[self.loss.loss] for values in done.values])).tolist()
         count = self.loss.count
-        done.divisor = sum(1 if count is None else int(values[count].item()) for values in done.values)
+        if count is None:
+            done.divisor = len(losses)
+        else:
+            done.divisor = sum(fetched(torch.stack([values[count] for values in done.values])).tolist())
         if done.divisor == 0:
             raise UserError(f"step {done.step + 1}: the batch has no label to learn from (count 0)")
         done.loss = math.fsum(losses) / done.divisor
