@@ -19,7 +19,6 @@ from openwafer.errors import UserError
 from openwafer.graph import Graph, Unit
 from openwafer.graph.run import bind_inputs, forward_unit
 from openwafer.memoryx.config import OptimizerConfig
-from openwafer.memoryx.halves import scaled
 from openwafer.memoryx.norm import block_sums, clip_factor, global_norm
 from openwafer.memoryx.store import REMAINDER, WIRE, Store
 from openwafer.memoryx.update import UpdateNumbers
@@ -85,7 +84,7 @@ class Streamed:
         for unit, gradients in self.worker.backward(self.link.stream, done, self.guard.scale):
             if not gradients:
                 continue
-            mine = [block_sums(scaled(gradient, numbers)) for gradient in gradients.values()]
+            mine = [block_sums(gradient) for gradient in gradients.values()]
             # On a GPU this test would wait for it; there the optimizer finds what is not finite.
             if self.link.device.type == "cpu" and not math.isfinite(global_norm(mine)):
                 raise UserError(
@@ -94,7 +93,7 @@ class Streamed:
                 )
             sums += mine
             self.link.apply(self.link.send(unit, gradients), limited)
-        norm = global_norm(sums)
+        norm = global_norm(sums) / numbers.divisor
         self.guard.judge(done.loss, norm, lambda: _bad_norm(done))
         return norm
 
@@ -104,9 +103,9 @@ class Streamed:
         parcels: list[Parcel] = []
         for unit, gradients in self.worker.backward(self.link.stream, done, self.guard.scale):
             if gradients:
-                sums[unit] = [block_sums(scaled(gradient, numbers)) for gradient in gradients.values()]
+                sums[unit] = [block_sums(gradient) for gradient in gradients.values()]
                 parcels.append(self.link.send(unit, gradients))
-        norm = global_norm(part for parts in sums.values() for part in parts)
+        norm = global_norm(part for parts in sums.values() for part in parts) / numbers.divisor
         is_good = self.guard.judge(done.loss, norm, lambda: _bad_gradients(done, sums))
         config = self.config
         factor = None if config.max_grad_value is not None else clip_factor(norm, config.max_grad_norm)
