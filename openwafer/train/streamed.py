@@ -40,13 +40,15 @@ class Streamed:
         seed: int = 0,
         num_steps_done: int = 0,
         link: Link | None = None,
+        *,
+        recompute: bool = True,
     ) -> None:
         self.graph = graph
         self.store = store
         self.buffers = dict(buffers)
         self.config = config
         self.schedule = schedule
-        self.worker = Worker(graph, seed)
+        self.worker = Worker(graph, seed, recompute=recompute)
         self.guard = guard.Guard(config)
         self.link = link or DirectLink(store)
         self.num_steps_done = num_steps_done
