@@ -73,7 +73,7 @@ class _Places:
     def pack(self, tensor: Tensor) -> Tensor | _View:
         starts = self._starts.get(tensor.untyped_storage().data_ptr()) if tensor.layout == torch.strided else None
         if starts is None:
-            return tensor
+            return tensor.detach()  # a result that its own node saves would hold that node
         offset = tensor.storage_offset()
         before = [name for name, start in starts.items() if start <= offset]
         name = max(before or starts, key=starts.__getitem__)

@@ -66,7 +66,7 @@ class Saver:
 
     def _write(self, step: int, frozen: Frozen) -> Path:
         try:
-            with timeline.span(timeline.CHECKPOINT, f"step {step}"):
+            with timeline.span(timeline.CHECKPOINT, f"save step {step}"):
                 return self._save(step, self._until_cancelled(frozen.tensors))
         finally:
             frozen.close()  # also after a failure: training may be waiting for it
