@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from openwafer.memoryx.pages import zeros
+
 Key = tuple[int, str]  # (index of the Unit, field such as "wire" or "m")
 
 
@@ -88,7 +90,7 @@ class DramTier:
         return sum(array.nbytes for array in self._arrays.values())
 
     def create(self, key: Key, num_elements: int, dtype: torch.dtype) -> None:
-        self._arrays[key] = torch.zeros(num_elements, dtype=dtype)
+        self._arrays[key] = zeros(num_elements, dtype)
 
     def prefetch(self, key: Key) -> None:
         pass

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,6 +81,37 @@ def test_it_learns_and_reports(whole: Path) -> None:
     assert kept == ["step_00000020", "step_00000025", "step_00000030"]
 
 
+def test_kept_activations_on_flash_and_a_trace_change_no_bit(
+    params: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    flags = ["--recompute", "false", "--dram", "330KB", "--flash", str(tmp_path / "flash")]
+    flags += ["--trace", str(trace), "--trace_steps", "3,5"]
+    assert main(["train", "--params", str(params), "--model_dir", str(tmp_path / "run"), *flags]) == 0
+    assert_same(tensors(tmp_path / "run"), tensors(whole))
+
+    events = json.loads(trace.read_text())
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    found: dict[str, list[str]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            found.setdefault(lanes[event["tid"]], []).append(event["name"])
+    assert found["steps"] == ["step 3", "step 4", "step 5"]
+    for direction in ("forward", "backward"):
+        assert found["compute"].count(f"{direction} transformer.h.1") == 3
+    assert found["update"].count("transformer.h.1") == 3
+    assert found["data"] == ["batch"] * 3
+    assert all(name.endswith(".flash") for name in found["flash read"] + found["flash write"])
+
+    for record in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        assert sum(record["spent_s"].values()) == pytest.approx(record["step_s"])
+        assert record["spent_s"]["compute"] > 0
+        assert record["spent_s"]["update"] > 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("step ")]
+    assert len(lines) == 4
+    assert all("s = " in line and "compute" in line for line in lines)
+
+
 def test_resumed_after_sigkill_it_ends_with_the_same_bits(
     params: Path, whole: Path, tmp_path: Path, forks: Forks
 ) -> None:
@@ -100,8 +132,9 @@ def test_resumed_after_sigkill_it_ends_with_the_same_bits(
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(params: Path, whole: Path, tmp_path: Path, forks: Forks) -> None:
-    flags = ["train", "--params", params, "--model_dir", tmp_path, "--log_every", "1"]
-    process = forks.start(*flags)
+    flags = ["train", "--params", params, "--model_dir", tmp_path]
+    traced = ["--log_every", "1", "--trace", tmp_path / "trace.json", "--trace_steps", "1,99"]
+    process = forks.start(*flags, *traced)
     process.read_until("step 7/")
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
@@ -110,7 +143,10 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(params: Path, whole: Path, tm
     assert "Traceback" not in rest
     stopped = latest(tmp_path)
     assert stopped is not None
-    assert 7 <= Checkpoint.open(stopped).step < STEPS
+    step = Checkpoint.open(stopped).step
+    assert 7 <= step < STEPS
+    names = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] == "X"]
+    assert [name for name in names if name.startswith("step ")] == [f"step {number + 1}" for number in range(step)]
     assert forks.run(*flags)[0] == 0
     assert_same(tensors(tmp_path), tensors(whole))
 
@@ -170,6 +206,25 @@ def test_another_model_in_the_same_folder_is_refused(
     other.write_text(params.read_text().replace("num_hidden_layers: 2", "num_hidden_layers: 3"))
     assert main(["train", "--params", str(other), "--model_dir", str(whole)]) == 2
     assert "num_hidden_layers was 2, is 3" in capsys.readouterr().err
+
+
+def test_what_changed_since_the_checkpoint_is_refused_or_said(
+    params: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    command = ["train", "--params", str(params), "--model_dir", str(tmp_path / "run")]
+    assert main([*command, "--num_steps", "31", "--seed", "1"]) == 2
+    error = capfd.readouterr().err
+    assert "step_00000030 was trained with another seed (seed was 0, is 1)" in error
+    assert error.count("\n") == 1
+    assert main([*command, "--mode", "eval", "--seed", "1"]) == 0  # which uses none of it
+    assert main([*command, "--num_steps", "31", "--lr", "0.02"]) == 0
+    assert "changed since" not in capfd.readouterr().err
+    assert main([*command, "--num_steps", "32", "--batch_size", "8", "--micro_batch_size", "4"]) == 0
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("changed since")]
+    assert len(said) == 2
+    assert "step_00000031: batch_size was 6, is 8: the order of samples goes on from another place" in said[0]
+    assert "micro_batch_size was 2, is 4: from here on the run differs" in said[1]
 
 
 def test_the_vendors_command_line(params: Path, tmp_path: Path) -> None:
