@@ -73,8 +73,11 @@ def place(graph: Graph, optimizer: Optimizer, config: MemoryConfig) -> Placement
     )
 
 
-def open_tiers(placement: Placement, config: MemoryConfig) -> dict[Key, Tier]:
-    """The tier of each key. Whoever opens them closes them, see `close_tiers`."""
+def open_tiers(placement: Placement, config: MemoryConfig, *, trains_while_saving: bool = False) -> dict[Key, Tier]:
+    """The tier of each key. Whoever opens them closes them, see `close_tiers`.
+
+    `trains_while_saving`: what changes while a checkpoint is written is then on flash twice.
+    """
     snapshot = config.snapshot
     if snapshot is None and config.dram is not None:
         snapshot = config.dram // _SNAPSHOT_SHARE
@@ -84,7 +87,7 @@ def open_tiers(placement: Placement, config: MemoryConfig) -> dict[Key, Tier]:
         assert config.flash is not None
         flash = FlashTier(config.flash, placement.pool_bytes)
         try:
-            _check_space(config.flash, placement.flash_bytes)
+            _check_space(config.flash, placement.flash_bytes, twice=trains_while_saving)
         except UserError:
             flash.close()
             raise
@@ -180,11 +183,17 @@ def _reader_bytes(graph: Graph, optimizer: Optimizer) -> int:
     return rounded_up(largest) + min(rounded_up(largest), PIECE_BYTES) + BLOCK_BYTES
 
 
-def _check_space(folder: Path, num_bytes: int) -> None:
+def _check_space(folder: Path, num_bytes: int, *, twice: bool) -> None:
     """Files start as holes, so a disk that is too small would show only after a while."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise UserError(
             f"flash folder {folder} has {shown(free)} free, {shown(num_bytes)} are needed: free some space, "
             "choose another folder, or raise --dram"
+        )
+    if twice and free < 2 * num_bytes:
+        raise UserError(
+            f"flash folder {folder} has {shown(free)} free, {shown(2 * num_bytes)} are needed: training goes on while "
+            "a checkpoint is written, and what it changes is then there twice; free some space, choose another "
+            "folder, raise --dram, or leave out --checkpoint_every to save only at the end"
         )

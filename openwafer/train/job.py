@@ -97,7 +97,8 @@ class Job:
             )
         self.kept_meta: dict[str, Any] = {}  # filled from the checkpoint: what came with imported weights
         self.placement = place(self.graph, make_optimizer(config.optimizer), config.memoryx)
-        self.tiers = open_tiers(self.placement, config.memoryx)
+        saves_on_the_way = train.mode != "eval" and train.checkpoint_every is not None
+        self.tiers = open_tiers(self.placement, config.memoryx, trains_while_saving=saves_on_the_way)
         try:
             self.engine = self._engine()
         except BaseException:

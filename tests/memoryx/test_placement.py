@@ -84,6 +84,25 @@ def test_a_locked_folder(graph: Graph, tmp_path: Path) -> None:
     close_tiers(open_tiers(place(graph, OPTIMIZER, config), config))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
+def test_a_disk_that_is_too_small_is_said_at_the_start(graph: Graph, tmp_path: Path) -> None:
+    config = MemoryConfig(dram=1 << 20, flash=tmp_path)
+    placement = place(graph, OPTIMIZER, config)
+    assert 3 << 20 < placement.flash_bytes < 4 << 20
+    for size, once, twice in (("3m", False, False), ("5m", True, False), ("9m", True, True)):
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(tmp_path)]).returncode != 0:
+            pytest.skip("mounting is not allowed here")
+        try:
+            for fits, saves, message in ((once, False, "are needed: free some"), (twice, True, "are needed: ")):
+                if fits:
+                    close_tiers(open_tiers(placement, config, trains_while_saving=saves))
+                    continue
+                with pytest.raises(UserError, match=rf"flash folder .* has .* MiB free, .* MiB {message}"):
+                    open_tiers(placement, config, trains_while_saving=saves)
+        finally:
+            subprocess.run(["umount", str(tmp_path)], check=True)
+
+
 # Trains in a process that cannot have more memory: all private writable memory, touched or not, counts against
 # RLIMIT_DATA (on some machines torch's allocator takes a gigabyte in advance unless told not to). The base on top
 # of budget + 10 % is for stacks of threads, activations, the gradients of a Unit, a weight while it is made, and
