@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from openwafer.csx.loss import LossNames, find_loss
-from openwafer.csx.tree import TreeSum
+from openwafer.swarmx.tree import TreeSum
 from openwafer.errors import UserError
 from openwafer.graph import Graph, Unit
 from openwafer.graph.randomness import seed_of, set_seed
