@@ -69,9 +69,10 @@ class Mailbox:
             kind = next(kind for kind in kinds if self._messages.get((sender, kind)))
             return self._messages[sender, kind].popleft()
 
-    def has(self, sender: int, kind: str) -> bool:
+    def clear(self) -> None:
+        """Forget what came and was not asked for."""
         with self._changed:
-            return bool(self._messages.get((sender, kind)))
+            self._messages.clear()
 
 
 @dataclass(eq=False)

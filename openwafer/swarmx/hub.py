@@ -33,11 +33,13 @@ class Hub(ABC):
     `ready` blocks until a Unit's array may be sent, that is until its update is done.
     """
 
-    def __init__(self, store: Store, mailbox: Mailbox, ready: Callable[[int], None]) -> None:
+    def __init__(
+        self, store: Store, mailbox: Mailbox, ready: Callable[[int], None], channels: Sequence[Channel]
+    ) -> None:
         self.store = store
         self.mailbox = mailbox
         self.traffic = Traffic()
-        self.channels: list[Channel] = []  # one per worker, in order
+        self.channels = list(channels)  # one per worker, in order
         self._ready = ready
         self._orders: queue.Queue[Sequence[Unit] | None] = queue.Queue()
         self._caster = threading.Thread(target=self._cast_all, name="openwafer-caster", daemon=True)

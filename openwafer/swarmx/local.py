@@ -5,7 +5,7 @@ slot of its own memory and says where; the store adds them up and gives the slot
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from openwafer.graph import Graph, Unit
 from openwafer.memoryx.store import Store
 from openwafer.memoryx.tier import Key
-from openwafer.swarmx.channel import Mailbox
+from openwafer.swarmx.channel import Channel, Mailbox
 from openwafer.swarmx.hub import Hub, Shares
 from openwafer.swarmx.message import Message
 from openwafer.swarmx.shared_memory import Arena, ArenaView
@@ -32,12 +32,13 @@ class LocalHub(Hub):
         store: Store,
         mailbox: Mailbox,
         ready: Callable[[int], None],
+        channels: Sequence[Channel],
         weights: Arena,
-        outboxes: list[ArenaView],
+        outboxes: Sequence[ArenaView],
     ) -> None:
         self._weights = weights
         self._outboxes = outboxes
-        super().__init__(store, mailbox, ready)
+        super().__init__(store, mailbox, ready, channels)
 
     def push(self, unit: Unit, flats: Mapping[Key, Tensor]) -> None:
         places = [[key[0], self._weights.offset_of(flat), flat.numel()] for key, flat in flats.items()]

@@ -7,10 +7,12 @@ memory through descriptors without a name, so nothing is left behind.
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -26,7 +28,6 @@ from openwafer.errors import UserError
 from openwafer.graph import Graph
 from openwafer.graph.unit import Value
 from openwafer.memoryx.store import Store
-from openwafer.memoryx.update import Updater
 from openwafer.swarmx.channel import FAILED, Channel, Mailbox, RankLost
 from openwafer.swarmx.local import STORE, LocalHub, LocalPort
 from openwafer.swarmx.message import Message
@@ -38,50 +39,44 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalConfig:
+class PoolConfig:
     """How workers on this host are run."""
 
     num_csx: int
-    seed: int
     threads: int  # of each worker: with another number, PyTorch's kernels may round otherwise
     timeout_s: float  # a worker that is silent for so long is lost
-    worker_options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-class LocalSwarm:
-    """The processes of a run and the hub that joins them."""
+class CsxPool:
+    """Worker processes with nothing to do yet, the memory they share with us, and the channels to them."""
 
-    def __init__(self, graph: Graph, store: Store, updater: Updater, arena: Arena, config: LocalConfig) -> None:
+    def __init__(self, config: PoolConfig) -> None:
         self.config = config
-        self._mailbox = Mailbox()
+        self.mailbox = Mailbox()
+        self.weights = Arena("openwafer-weights")
+        self.outboxes: list[ArenaView] = []
+        self.channels: list[Channel] = []
         self._processes: list[BaseProcess] = []
         self._objects: list[Connection] = []  # over which graphs are sent
-        self._eval_graph: Graph | None = None
-        outboxes = [Arena(f"openwafer-csx{index}") for index in range(config.num_csx)]
-        views = [ArenaView(outbox.descriptor, writable=False) for outbox in outboxes]
-        self.hub = LocalHub(store, self._mailbox, updater.wait, arena, views)
         try:
-            for index, outbox in enumerate(outboxes):
-                self._start(index, graph, store, arena, outbox)
             for index in range(config.num_csx):
-                self.hub.hear(index, "ready")
+                self._start(index)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, index: int, graph: Graph, store: Store, arena: Arena, outbox: Arena) -> None:
+    def _start(self, index: int) -> None:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         objects, their_objects = context.Pipe()
+        outbox = Arena(f"openwafer-csx{index}")
         start = CsxStart(
             index=index,
             parent=os.getpid(),
             config=self.config,
-            graph=GraphParcel(graph),
-            wire=str(torch.bfloat16 if store.wire == "bf16" else torch.float32).removeprefix("torch."),
             connection=theirs,
             objects=their_objects,
-            weights=SharedDescriptor(arena.descriptor),
+            weights=SharedDescriptor(self.weights.descriptor),
             outbox=SharedDescriptor(outbox.descriptor),
         )
         process = context.Process(target=_run_csx, args=(start,), name=f"openwafer-csx{index}", daemon=True)
@@ -91,42 +86,77 @@ class LocalSwarm:
         their_objects.close()
         self._processes.append(process)
         self._objects.append(objects)
-        name = f"csx {index} (process {process.pid})"
-        timeout_s = self.config.timeout_s
-        self.hub.channels.append(
-            Channel(ours, self._mailbox, rank=index, name=name, timeout_s=timeout_s, status=dict)
-        )
+        self.outboxes.append(ArenaView(outbox.descriptor, writable=False))
+        name, timeout_s = f"csx {index} (process {process.pid})", self.config.timeout_s
+        self.channels.append(Channel(ours, self.mailbox, rank=index, name=name, timeout_s=timeout_s, status=dict))
 
     @property
     def process_ids(self) -> list[int]:
         return [process.pid for process in self._processes if process.pid is not None]
 
-    def share_eval_graph(self, graph: Graph) -> None:
-        """Workers get the graph that `evaluate` will ask for."""
-        if self._eval_graph is not graph:
-            assert self._eval_graph is None, "a run has one eval graph"
-            for connection in self._objects:
-                connection.send(GraphParcel(graph))
-            self._eval_graph = graph
+    def send_object(self, csx: int, value: Any) -> None:
+        """To a process of our own, through `multiprocessing`."""
+        try:
+            self._objects[csx].send(value)
+        except OSError as error:
+            self.mailbox.fail(RankLost(self.channels[csx].peer.name, f"cannot send to it ({error})"))
 
     def close(self) -> None:
-        """Ask the workers to stop; those that do not are killed."""
-        with contextlib.suppress(RankLost, UserError, OSError):
-            self.hub.tell_all(Message("command", {"do": STOP}))
-        is_lost = self._mailbox.lost is not None
-        for channel in self.hub.channels:
+        """End the processes; those that do not go are killed."""
+        is_lost = self.mailbox.lost is not None
+        for channel in self.channels:
             channel.stop()
+        for connection in self._objects:
+            connection.close()  # a worker without a task leaves
         for process in self._processes:
             process.join(0 if is_lost else 5)
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._mailbox.fail(RankLost("every worker", "the run is over"))  # whoever still waits
-        for channel in self.hub.channels:
+        self.mailbox.fail(RankLost("every worker", "the run is over"))  # for threads that still wait
+        for channel in self.channels:
             channel.close()
+
+
+class LocalSwarm:
+    """The workers of one run: all of a pool, or its first `num_csx`."""
+
+    def __init__(
+        self,
+        pool: CsxPool,
+        graph: Graph,
+        store: Store,
+        ready: Callable[[int], None],
+        *,
+        seed: int,
+        num_csx: int | None = None,
+        worker_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`ready` blocks until the array of a Unit is up to date."""
+        self._pool = pool
+        self._eval_graph: Graph | None = None
+        channels = pool.channels[:num_csx]
+        self.hub = LocalHub(store, pool.mailbox, ready, channels, pool.weights, pool.outboxes)
+        wire = "bfloat16" if store.wire == "bf16" else "float32"
+        task = CsxTask(GraphParcel(graph), seed=seed, wire=wire, worker_options=dict(worker_options or {}))
+        for index in range(len(channels)):
+            pool.send_object(index, task)
+        for index in range(len(channels)):
+            self.hub.hear(index, "ready")
+
+    def share_eval_graph(self, graph: Graph) -> None:
+        """Workers get the graph that `evaluate` will ask for."""
+        if self._eval_graph is not graph:
+            assert self._eval_graph is None, "a run has one eval graph"
+            for index in range(self.hub.num_csx):
+                self._pool.send_object(index, GraphParcel(graph))
+            self._eval_graph = graph
+
+    def close(self) -> None:
+        """The workers are free for another run."""
+        with contextlib.suppress(UserError, OSError):
+            self.hub.tell_all(Message("command", {"do": STOP}))
         self.hub.close()
-        for connection in self._objects:
-            connection.close()
 
 
 class SharedDescriptor:
@@ -157,15 +187,23 @@ class GraphParcel:
         return dataclasses.replace(self._graph, output_tree=pytree.tree_structure(result))
 
 
+@dataclass(frozen=True)
+class CsxTask:
+    """What a worker is to train."""
+
+    graph: GraphParcel
+    seed: int
+    wire: str
+    worker_options: dict[str, Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CsxStart:
     """What a worker process is given when it starts."""
 
     index: int
     parent: int
-    config: LocalConfig
-    graph: GraphParcel
-    wire: str
+    config: PoolConfig
     connection: Connection
     objects: Connection
     weights: SharedDescriptor
@@ -186,25 +224,28 @@ def _run_csx(start: CsxStart) -> None:
         status=waits.status,
         on_lost=lambda error: _leave(f"csx {start.index}: {error}"),
     )
-    graph = start.graph.unpacked()
     weights = ArenaView(start.weights.number, writable=False)
     outbox = Arena("", start.outbox.number)
-    port = LocalPort(
-        graph, mailbox, channel.send, weights, outbox, wire=getattr(torch, start.wire), waits=waits
-    )
-    received: list[Graph] = []
-
-    def eval_graph() -> Graph:
-        if not received:
-            received.append(start.objects.recv().unpacked())
-        return received[0]
-
     try:
-        port.tell(Message("ready"))
-        Csx(port, Worker(graph, start.config.seed, **start.config.worker_options), eval_graph).serve()
+        while True:
+            task: CsxTask = start.objects.recv()
+            mailbox.clear()
+            graph = task.graph.unpacked()
+            wire = getattr(torch, task.wire)
+            port = LocalPort(graph, mailbox, channel.send, weights, outbox, wire=wire, waits=waits)
+            worker = Worker(graph, task.seed, **task.worker_options)
+            port.tell(Message("ready"))
+            Csx(port, worker, _eval_graph_from(start.objects)).serve()
+    except EOFError:  # the pool is closed
+        pass
     except UserError as error:
-        port.tell(Message(FAILED, {"error": str(error)}))
+        channel.send(Message(FAILED, {"error": str(error)}))
     os._exit(0)  # at once: threads that wait for the connection must not hold the process
+
+
+def _eval_graph_from(objects: Connection) -> Callable[[], Graph]:
+    """The graph is received when it is first asked for."""
+    return functools.cache(lambda: objects.recv().unpacked())
 
 
 def _die_with(parent: int) -> None:
@@ -220,7 +261,7 @@ def _leave(text: str) -> None:
 
 
 @contextlib.contextmanager
-def _environment(config: LocalConfig) -> Any:
+def _environment(config: PoolConfig) -> Iterator[None]:
     """Threads of workers that have to share cores sleep while they wait, instead of spinning."""
     cores = len(os.sched_getaffinity(0))
     settings = {"OMP_NUM_THREADS": str(config.threads)}
