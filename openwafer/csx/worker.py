@@ -17,6 +17,7 @@ from openwafer.errors import UserError
 from openwafer.graph import Graph, Unit
 from openwafer.graph.randomness import seed_of, set_seed
 from openwafer.graph.run import backward_unit, bind_inputs, forward_unit
+from openwafer.memoryx.fetch import fetched
 from openwafer.swarmx.reduction import Uses
 from openwafer.swarmx.tree import Node, RangeSum, combine
 
@@ -100,9 +101,11 @@ class Worker:
 
     def losses(self, done: Pass) -> tuple[list[float], list[int]]:
         """Loss and count of each micro-batch."""
-        count = self.loss.count
-        losses = [values[self.loss.loss].item() for values in done.values]
-        return losses, [1 if count is None else int(values[count].item()) for values in done.values]
+        losses = fetched(torch.stack([values[self.loss.loss] for values in done.values])).tolist()
+        if self.loss.count is None:
+            return losses, [1] * len(losses)
+        counts = fetched(torch.stack([values[self.loss.count] for values in done.values]))
+        return losses, counts.to(torch.int64).tolist()
 
     def backward(self, stream: Stream, done: Pass, scale: float = 1.0) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
         """All Units in reverse: yields each with the finished sums of gradients of the weights it owns.

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from openwafer.memoryx.fetch import fetched
+
 # Squares are summed in fp32 within blocks of this many elements of one weight. Small enough that torch never
 # splits a block over threads; large enough that the list of block sums stays short.
 BLOCK_ELEMENTS = 16384
@@ -23,7 +25,7 @@ def block_sums(gradient: Tensor) -> Tensor:
 
 def global_norm(sums: Iterable[Tensor]) -> float:
     """The norm from all block sums; `fsum` rounds once, so their order does not matter. NaN if one is not finite."""
-    values = torch.cat(list(sums)).tolist()
+    values = fetched(torch.cat(list(sums))).tolist()
     if not all(math.isfinite(value) for value in values):
         return math.nan
     return math.sqrt(math.fsum(values))

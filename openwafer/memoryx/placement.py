@@ -17,6 +17,7 @@ from openwafer.graph import Graph
 from openwafer.memoryx.config import MemoryConfig
 from openwafer.memoryx.flash import FlashTier
 from openwafer.memoryx.optimizer import Optimizer
+from openwafer.memoryx.snapshot import PIECE_BYTES
 from openwafer.memoryx.store import FieldSpec, fields, layout
 from openwafer.memoryx.tier import DramTier, Key, Tier
 
@@ -171,12 +172,12 @@ def _pool_bytes(specs: Iterable[FieldSpec], keys: frozenset[Key]) -> int:
 
 
 def _reader_bytes(graph: Graph, optimizer: Optimizer) -> int:
-    """A checkpoint reads one weight of one field at a time."""
+    """A checkpoint reads one weight of one field at a time, through a piece of it if it is large."""
     largest = 0
     for parts in layout(graph, optimizer).values():
         for segment in parts.values():
             largest = max(largest, 4 * math.prod(segment.shape))
-    return rounded_up(largest) + BLOCK_BYTES
+    return rounded_up(largest) + min(rounded_up(largest), PIECE_BYTES) + BLOCK_BYTES
 
 
 def _check_space(folder: Path, num_bytes: int) -> None:
