@@ -8,7 +8,7 @@ import json
 
 from openwafer.config import add_flags, flag_values
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
-from openwafer.train.config import TrainConfig
+from openwafer.train.config import TraceConfig, TrainConfig
 
 _TRAIN_FLAGS = (
     "num_csx",
@@ -19,6 +19,7 @@ _TRAIN_FLAGS = (
     "batch_size",
     "micro_batch_size",
     "seed",
+    "recompute",
     "checkpoint_every",
     "eval_every",
     "log_every",
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, TrainConfig, _TRAIN_FLAGS)
     add_flags(parser, OptimizerConfig, ("lr",))
     add_flags(parser, MemoryConfig, ("dram", "flash"))
+    add_flags(parser, TraceConfig, ("trace", "trace_steps"))
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
@@ -40,12 +42,13 @@ def run(args: argparse.Namespace) -> None:
 
     configs = {"train": TrainConfig, "optimizer": OptimizerConfig, "memoryx": MemoryConfig}
     flags = {section: flag_values(cls, args) for section, cls in configs.items()}
+    trace = TraceConfig(**flag_values(TraceConfig, args))
     params = run_params(args.params, flags)
 
     from openwafer.train.job import Job, JobConfig
 
     sections = {name: getattr(params, name) for name in ("model", "data", "train", "optimizer", "schedule", "memoryx")}
-    result = Job(JobConfig(**sections, params=params.as_json())).run()
+    result = Job(JobConfig(**sections, params=params.as_json(), trace=trace)).run()
     summary = {
         **vars(result),
         "checkpoint": None if result.checkpoint is None else str(result.checkpoint),

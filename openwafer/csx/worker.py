@@ -1,7 +1,7 @@
 """One worker: forward and backward, one Unit at a time, over all micro-batches (the vertical order).
 
 A Unit's weights pass through once per direction. Activations between Units stay; inside a Unit they are
-recomputed in backward. Gradients leave as soon as a Unit is done.
+recomputed in backward, or kept. Gradients leave as soon as a Unit is done.
 """
 
 import math
@@ -12,9 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from openwafer import timeline
 from openwafer.csx.loss import LossNames, find_loss
 from openwafer.errors import UserError
 from openwafer.graph import Graph, Unit
+from openwafer.graph.kept import KeptUnit
 from openwafer.graph.randomness import seed_of, set_seed
 from openwafer.graph.run import backward_unit, bind_inputs, forward_unit
 from openwafer.memoryx.fetch import fetched
@@ -47,6 +49,7 @@ class Pass:
     share: range  # those of this worker
     values: list[dict[str, Tensor]]  # per micro-batch: every value that backward will need
     buffers: list[dict[int, dict[str, Tensor]]]  # per micro-batch and Unit: buffers as the Unit saw them
+    kept: list[dict[int, KeptUnit]] = field(default_factory=list)  # likewise, where nothing is recomputed
     updates: dict[str, Tensor] = field(default_factory=dict)  # buffers after the step
     loss: float = 0.0  # mean over the global batch
     divisor: int = 0  # what gradients are divided by
@@ -56,9 +59,11 @@ class Pass:
 class Worker:
     """Computes gradients of a Graph for one global batch."""
 
-    def __init__(self, graph: Graph, seed: int) -> None:
+    def __init__(self, graph: Graph, seed: int, *, recompute: bool = True) -> None:
+        """`recompute`: what is inside a Unit is computed again in backward rather than kept; the same bits."""
         self.graph = graph
         self.seed = seed
+        self.recompute = recompute
         self.loss: LossNames = find_loss(graph)
 
     def forward(
@@ -84,17 +89,23 @@ class Worker:
     ) -> Pass:
         """All Units over the micro-batches `share` of `total`, given as the named values a call starts from."""
         state = {**self.graph.constants, **buffers}
-        done = Pass(step=step, total=total, share=share, values=list(values), buffers=[{} for _ in values])
+        done = Pass(
+            step=step,
+            total=total,
+            share=share,
+            values=list(values),
+            buffers=[{} for _ in values],
+            kept=[{} for _ in values],
+        )
         for unit, weights in stream(self.graph.units):
             if relay is not None:
                 state.update(relay.take(unit))
-            for index, values in enumerate(done.values):
-                seen = {name: state[name] for name in unit.buffers}
-                done.buffers[index][unit.index] = seen
-                outputs, changed = forward_unit(unit, weights, seen, values, self._seeder(step, share[index]))
-                values.update(zip(unit.outputs, outputs, strict=True))
-                done.updates.update(zip(unit.updated_buffers, changed, strict=True))
-                state.update(done.updates)
+            with timeline.span(_lane(done), f"forward {unit.name}"):
+                for index, values in enumerate(done.values):
+                    outputs, changed = self._forward_unit(unit, weights, state, done, index)
+                    values.update(zip(unit.outputs, outputs, strict=True))
+                    done.updates.update(zip(unit.updated_buffers, changed, strict=True))
+                    state.update(done.updates)
             if relay is not None:
                 relay.give(unit, {name: state[name] for name in unit.buffers if name in buffers})
         return done
@@ -106,6 +117,19 @@ class Worker:
             return losses, [1] * len(losses)
         counts = fetched(torch.stack([values[self.loss.count] for values in done.values]))
         return losses, counts.to(torch.int64).tolist()
+
+    def _forward_unit(
+        self, unit: Unit, weights: Weights, state: Mapping[str, Tensor], done: Pass, index: int
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """One Unit on one micro-batch, remembering what backward needs. Returns (outputs, updated buffers)."""
+        seen = {name: state[name] for name in unit.buffers}
+        values, seeder = done.values[index], self._seeder(done.step, done.share[index])
+        if self.recompute:
+            done.buffers[index][unit.index] = seen
+            return forward_unit(unit, weights, seen, values, seeder)
+        kept = KeptUnit(self.graph, unit, weights, seen, values, seeder)
+        done.kept[index][unit.index] = kept
+        return kept.outputs, kept.changed
 
     def backward(self, stream: Stream, done: Pass, scale: float = 1.0) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
         """All Units in reverse: yields each with the finished sums of gradients of the weights it owns.
@@ -125,22 +149,28 @@ class Worker:
         head = self.loss.loss
         gradients = [{head: torch.full_like(values[head], scale)} for values in done.values]
         for unit, weights in stream(reversed(self.graph.units)):
-            sums: dict[str, RangeSum] = {}
-            for index, values in enumerate(done.values):
+            with timeline.span(_lane(done), f"backward {unit.name}"):
+                parts = self._backward_unit(unit, weights, done, gradients)
+            yield unit, parts
+
+    def _backward_unit(
+        self, unit: Unit, weights: Weights, done: Pass, gradients: Sequence[dict[str, Tensor]]
+    ) -> dict[str, dict[Node, Tensor]]:
+        """One Unit on this worker's micro-batches: the sums of the gradients of its uses of weights."""
+        sums: dict[str, RangeSum] = {}
+        for index, values in enumerate(done.values):
+            if self.recompute:
+                buffers, seeder = done.buffers[index].pop(unit.index), self._seeder(done.step, done.share[index])
                 of_weights, of_values = backward_unit(
-                    self.graph,
-                    unit,
-                    weights,
-                    done.buffers[index].pop(unit.index),
-                    values,
-                    gradients[index],
-                    self._seeder(done.step, done.share[index]),
+                    self.graph, unit, weights, buffers, values, gradients[index], seeder
                 )
-                for name, gradient in of_weights.items():
-                    leaf = gradient if done.total == 1 else gradient.float()
-                    sums.setdefault(name, RangeSum(done.total, done.share)).add(leaf)
-                self._hand_back(unit, values, gradients[index], of_values)
-            yield unit, {name: total.parts() for name, total in sums.items()}
+            else:
+                of_weights, of_values = done.kept[index].pop(unit.index).backward(weights, gradients[index])
+            for name, gradient in of_weights.items():
+                leaf = gradient if done.total == 1 else gradient.float()
+                sums.setdefault(name, RangeSum(done.total, done.share)).add(leaf)
+            self._hand_back(unit, values, gradients[index], of_values)
+        return {name: total.parts() for name, total in sums.items()}
 
     def _hand_back(
         self, unit: Unit, values: dict[str, Tensor], gradients: dict[str, Tensor], of_values: dict[str, Tensor]
@@ -165,3 +195,9 @@ def global_count(counts: Iterable[int], step: int) -> int:
     if total == 0:
         raise UserError(f"step {step + 1}: the batch has no label to learn from (count 0)")
     return total
+
+
+def _lane(done: Pass) -> str:
+    """On a GPU the host only launches: what it computes is measured there."""
+    is_host = all(value.device.type == "cpu" for values in done.values[:1] for value in values.values())
+    return timeline.COMPUTE if is_host else timeline.LAUNCH

@@ -17,10 +17,16 @@ def block_sums(gradient: Tensor) -> Tensor:
     """Sum of squares of each block of a weight's gradient, in order: fp32 [blocks], where the gradient is."""
     flat = gradient.reshape(-1)
     whole = flat.numel() // BLOCK_ELEMENTS * BLOCK_ELEMENTS
-    sums = flat[:whole].view(-1, BLOCK_ELEMENTS).square().sum(dim=1)
+    sums = _sums(flat[:whole].view(-1, BLOCK_ELEMENTS))
     if whole == flat.numel():
         return sums
-    return torch.cat([sums, flat[whole:].square().sum().view(1)])
+    return torch.cat([sums, _sums(flat[whole:].view(1, -1))])
+
+
+def _sums(blocks: Tensor) -> Tensor:
+    if blocks.is_cuda:  # one pass over bf16 and nothing in between: a fifth of the bytes of the line below
+        return torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32).square()
+    return blocks.float().square().sum(dim=1)
 
 
 def global_norm(sums: Iterable[Tensor]) -> float:

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from openwafer import timeline
 from openwafer.graph import Graph, Unit
 from openwafer.graph.unit import padded
 from openwafer.memoryx.halves import Item, scaled, update_halves
@@ -100,7 +101,7 @@ class Store:
 
     def update(self, unit: Unit, gradients: Mapping[str, Tensor], numbers: UpdateNumbers) -> None:
         """Apply the summed gradients of weights that `unit` owns."""
-        with self._open(unit, gradients) as opened:
+        with self._open(unit, gradients) as opened, timeline.span(timeline.UPDATE, unit.name):
             halves: list[Item] = []
             for name, gradient in gradients.items():
                 parts = dict(opened[name])

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from openwafer import checkpoint
+from openwafer import checkpoint, timeline
 from openwafer.data.batches import Batches
 from openwafer.data.config import DataConfig
 from openwafer.data.prepare import folder_of
@@ -33,7 +33,7 @@ from openwafer.memoryx.store import Store
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
 from openwafer.train import guard
-from openwafer.train.config import TrainConfig
+from openwafer.train.config import TraceConfig, TrainConfig
 from openwafer.train.engine import MicroBatch
 from openwafer.train.metrics import MetricsLog, StepMetrics
 from openwafer.train.progress import ProgressDisplay
@@ -52,6 +52,7 @@ class JobConfig:
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     memoryx: MemoryConfig = field(default_factory=MemoryConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     params: dict[str, Any]  # stored in checkpoints, so that they can be served and compared
 
 
@@ -121,12 +122,15 @@ class Job:
             _closing(saver),
             MetricsLog(train.model_dir, resumed_step=engine.num_steps_done) as log,
             ProgressDisplay(train.num_steps, start=engine.num_steps_done, every=train.log_every) as display,
+            self._timeline() as times,
             _interruptible() as interrupted,
         ):
             while engine.num_steps_done < train.num_steps and not interrupted:
-                began = time.perf_counter()
-                result = engine.step(self._micro_batches(self.batches, engine.num_steps_done))
-                loss, rate = result.loss, train.batch_size * self.context / (time.perf_counter() - began)
+                with times.step(engine.num_steps_done + 1) as spent:
+                    with times.span(timeline.DATA, "batch"):
+                        micro_batches = self._micro_batches(self.batches, engine.num_steps_done)
+                    result = engine.step(micro_batches)
+                loss, rate = result.loss, train.batch_size * self.context / spent.seconds
                 eval_loss = self._evaluate() if self._is_due(train.eval_every) else None
                 metrics = StepMetrics(
                     step=engine.num_steps_done,
@@ -136,6 +140,8 @@ class Job:
                     tokens_per_s=rate,
                     time=time.time(),
                     eval_loss=eval_loss,
+                    step_s=spent.seconds,
+                    spent_s=spent.by_lane,
                 )
                 log.write(metrics)
                 display.update(metrics)
@@ -152,6 +158,10 @@ class Job:
         if train.mode == "train_and_eval" and eval_loss is None:
             eval_loss = self._evaluate()
         return self._result(loss, eval_loss, rate)
+
+    def _timeline(self) -> timeline.Timeline:
+        steps = self.config.trace.trace_steps or (None,)
+        return timeline.Timeline(self.config.trace.trace, steps[0], steps[-1])
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.engine.num_steps_done % every == 0
@@ -178,10 +188,11 @@ class Job:
         store = Store(self.graph, optimizer, self.tiers)
         buffers = [name for name in self.graph.buffers if name not in self.graph.constants]
         schedule = config.schedule.build(config.train.num_steps)
+        recompute = config.train.recompute
         if self.resumed is None:
             fill(store, initialise(self.module, self.graph.weights, seed))
             values = dict(initialise(self.module, buffers, seed))
-            return Streamed(self.graph, store, values, config.optimizer, schedule, seed)
+            return Streamed(self.graph, store, values, config.optimizer, schedule, seed, recompute=recompute)
         stored = checkpoint.Checkpoint.open(self.resumed)
         self._check_same_model(stored)
         self._check_same_tokens(stored)
@@ -190,7 +201,7 @@ class Job:
         # Imported weights come without the buffers that the model computes for itself.
         values = dict(initialise(self.module, [name for name in buffers if f"buffers/{name}" not in names], seed))
         values |= {name: stored.read(f"buffers/{name}") for name in buffers if name not in values}
-        engine = Streamed(self.graph, store, values, config.optimizer, schedule, seed, num_steps_done=stored.step)
+        engine = Streamed(self.graph, store, values, config.optimizer, schedule, seed, stored.step, recompute=recompute)
         if guard.STATE in names:
             engine.guard.restore(stored.read(guard.STATE))
         self.kept_meta = {key: value for key, value in stored.meta.items() if key != "params"}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, TextIO
 
+from openwafer.timeline import StepTime
 from openwafer.train.metrics import StepMetrics
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -84,9 +85,10 @@ class ProgressDisplay:
         if self._live is not None:
             from rich.text import Text
 
-            self._live.update(Text(self._line(metrics), no_wrap=True, overflow="crop"))
+            lines = "\n".join([self._line(metrics), *self._spent(metrics)])
+            self._live.update(Text(lines, no_wrap=True, overflow="crop"))
         elif metrics.step % self._every == 0 or metrics.step in (self._start + 1, self._num_steps):
-            print(self._line(metrics), file=self._stream, flush=True)
+            print("  ".join([self._line(metrics), *self._spent(metrics)]), file=self._stream, flush=True)
 
     def _line(self, metrics: StepMetrics) -> str:
         left = self._num_steps - metrics.step
@@ -100,6 +102,13 @@ class ProgressDisplay:
             sparkline(self._history.values, bars=self._bars),
         ]
         return "  ".join(parts)
+
+    def _spent(self, metrics: StepMetrics) -> list[str]:
+        """What the step waited for, in one line, if that is known."""
+        if metrics.step_s is None or metrics.spent_s is None:
+            return []
+        shares = StepTime(metrics.step, metrics.step_s, metrics.spent_s).shares()
+        return [shares if _can_show(self._stream, shares) else shares.replace(" · ", ", ")]
 
 
 def _can_show(stream: TextIO, text: str) -> bool:

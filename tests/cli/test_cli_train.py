@@ -79,6 +79,37 @@ def test_it_learns_and_reports(whole: Path) -> None:
     assert kept == ["step_00000020", "step_00000025", "step_00000030"]
 
 
+def test_kept_activations_on_flash_and_a_trace_change_no_bit(
+    params: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    flags = ["--recompute", "false", "--dram", "330KB", "--flash", str(tmp_path / "flash")]
+    flags += ["--trace", str(trace), "--trace_steps", "3,5"]
+    assert main(["train", "--params", str(params), "--model_dir", str(tmp_path / "run"), *flags]) == 0
+    assert_same(tensors(tmp_path / "run"), tensors(whole))
+
+    events = json.loads(trace.read_text())
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    found: dict[str, list[str]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            found.setdefault(lanes[event["tid"]], []).append(event["name"])
+    assert found["steps"] == ["step 3", "step 4", "step 5"]
+    for direction in ("forward", "backward"):
+        assert found["compute"].count(f"{direction} transformer.h.1") == 3
+    assert found["update"].count("transformer.h.1") == 3
+    assert found["data"] == ["batch"] * 3
+    assert all(name.endswith(".flash") for name in found["flash read"] + found["flash write"])
+
+    for record in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        assert sum(record["spent_s"].values()) == pytest.approx(record["step_s"])
+        assert record["spent_s"]["compute"] > 0
+        assert record["spent_s"]["update"] > 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("step ")]
+    assert len(lines) == 4
+    assert all("s = " in line and "compute" in line for line in lines)
+
+
 def test_resumed_after_sigkill_it_ends_with_the_same_bits(params: Path, whole: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     rng = random.Random(1)
@@ -106,7 +137,11 @@ def test_resumed_after_sigkill_it_ends_with_the_same_bits(params: Path, whole: P
 def test_ctrl_c_saves_and_the_same_command_goes_on(params: Path, whole: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        command(params, tmp_path, "--log_every", "1"), env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        command(params, tmp_path, "--log_every", "1", "--trace", str(tmp_path / "trace.json"), "--trace_steps", "1,99"),
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
     )
     assert process.stderr is not None
     for line in process.stderr:
@@ -120,7 +155,10 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(params: Path, whole: Path, tm
     assert "Traceback" not in rest
     stopped = latest(tmp_path)
     assert stopped is not None
-    assert 7 <= Checkpoint.open(stopped).step < STEPS
+    step = Checkpoint.open(stopped).step
+    assert 7 <= step < STEPS
+    traced = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] == "X"]
+    assert [name for name in traced if name.startswith("step ")] == [f"step {number + 1}" for number in range(step)]
     assert subprocess.run(command(params, tmp_path), env=environment, capture_output=True, cwd=ROOT).returncode == 0
     assert_same(tensors(tmp_path), tensors(whole))
 

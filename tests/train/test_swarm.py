@@ -1,10 +1,6 @@
 """Many workers give the bits of one: real processes, whatever the model, the split and the precision."""
 
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +8,6 @@ import torch
 import transformers
 from torch import nn
 
-from openwafer.errors import UserError
 from openwafer.graph import capture
 from openwafer.graph.deferred import initialise
 from openwafer.memoryx.config import Adafactor, OptimizerConfig
@@ -21,7 +16,6 @@ from openwafer.memoryx.store import Store, fields
 from openwafer.memoryx.tier import DramTier
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
-from openwafer.swarmx.channel import RankLost
 from openwafer.swarmx.shared_memory import SharedTier
 from openwafer.train.local_swarm import CsxPool, LocalSwarm, PoolConfig
 from openwafer.train.streamed import Streamed, fill
@@ -115,7 +109,12 @@ class Plain(nn.Module):
 
 
 def engine(
-    make: Callable[[], nn.Module], config: OptimizerConfig, *, bf16: bool = False, pool: CsxPool | None = None, n: int = 1
+    make: Callable[[], nn.Module],
+    config: OptimizerConfig,
+    *,
+    bf16: bool = False,
+    pool: CsxPool | None = None,
+    n: int = 1,
 ) -> tuple[Streamed, Callable[[], None]]:
     """A trainer on `n` workers of the pool, or on this process; and what closes it."""
     torch.manual_seed(0)
