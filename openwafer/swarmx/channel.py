@@ -1,6 +1,6 @@
 """Messages between two ranks over any connection, with heartbeats: a rank that dies, hangs or is cut off is noticed.
 
-Each rank sends a heartbeat four times per `timeout_s`. One from which nothing comes for `timeout_s` is lost, and so
+Each rank sends heartbeats, four or more per `timeout_s`. One from which nothing comes for `timeout_s` is lost, and so
 is one whose connection breaks. A rank that was itself stopped for a while (Ctrl-Z, a debugger) gives the others
 their time again.
 """
@@ -19,7 +19,8 @@ from openwafer.swarmx.message import Message
 ALIVE = "alive"
 FAILED = "failed"  # a rank tells of an error of its own
 LOST = "lost"  # a rank tells the others which one is gone
-_BEATS = 4  # per timeout
+_BEATS = 4  # per timeout, at least
+_LONGEST_PAUSE_S = 1.0  # the live view shows what heartbeats say
 _START_TIMEOUT_S = 600.0  # until the first sign of life: a busy host may take long to start processes
 
 
@@ -149,13 +150,13 @@ class Channel:
 
     def _watch(self) -> None:
         """Sends heartbeats and looks for those of the other side."""
-        pause_s = self._timeout_s / _BEATS
+        pause_s = min(self._timeout_s / _BEATS, _LONGEST_PAUSE_S)
         before = time.monotonic()
         while not self._is_closed.wait(pause_s):
             with contextlib.suppress(RankLost, OSError, RuntimeError, ValueError):
                 self.send(Message(ALIVE, self._status()))
             now = time.monotonic()
-            if now - before > 2 * pause_s:  # it was we who stood still
+            if now - before > pause_s + self._timeout_s / 2:  # it was we who stood still
                 self._last_heard = now
             before = now
             if now - self._last_heard > self._patience_s:

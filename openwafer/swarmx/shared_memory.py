@@ -1,9 +1,11 @@
 """Memory that several processes map: anonymous files, which are gone when the last process is, however it ends."""
 
+import ctypes
 import mmap
 import os
 import threading
 import warnings
+import weakref
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from torch import Tensor
 from openwafer.errors import UserError
 from openwafer.memoryx.store import WIRE
 from openwafer.memoryx.tier import DramTier, Key
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate
 
 
 class Arena:
@@ -21,6 +25,7 @@ class Arena:
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC) if descriptor is None else descriptor
         self._view = ArenaView(self.descriptor, writable=True)
         self._used = 0
+        self._free: dict[int, list[int]] = {}  # size → offsets of places that were recycled
         self._lock = threading.Lock()
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -36,6 +41,20 @@ class Arena:
                     f"cannot get {size:,} bytes of shared memory ({error.strerror}): give less --dram, or fewer workers"
                 ) from None
             return self._view.at(offset, num_bytes)
+
+    def allocate_recycled(self, num_bytes: int) -> Tensor:
+        """As `allocate`, but when the tensor is dropped its memory goes back, and its place serves again."""
+        size = max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        places = self._free.setdefault(size, [])
+        memory = self._view.at(places.pop(), num_bytes) if places else self.allocate(num_bytes)
+        weakref.finalize(memory, self._recycle, self.offset_of(memory), size)
+        return memory
+
+    def _recycle(self, offset: int, size: int) -> None:
+        # Python has no way to say so: give the pages back, keep the size of the file.
+        libc = ctypes.CDLL(None)
+        libc.fallocate(self.descriptor, _PUNCH_HOLE | _KEEP_SIZE, ctypes.c_long(offset), ctypes.c_long(size))
+        self._free[size].append(offset)
 
     def offset_of(self, tensor: Tensor) -> int:
         """Where a tensor of this arena lies, in bytes."""

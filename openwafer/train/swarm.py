@@ -7,7 +7,6 @@ the micro-batches, and what comes back is added up along the one tree.
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,27 +20,9 @@ from openwafer.memoryx.update import Arrival, UpdateNumbers, Updater
 from openwafer.swarmx.hub import Hub
 from openwafer.swarmx.message import Message
 from openwafer.swarmx.reduction import Uses, reduce
+from openwafer.swarmx.report import CsxReport, SwarmReport, worker_line
 from openwafer.swarmx.share import check_shares, share_of
 from openwafer.train.csx_process import BACKWARD, EVALUATE, STEP, changing_buffers, packed
-
-
-@dataclass(frozen=True)
-class CsxReport:
-    """One worker in the last step."""
-
-    name: str
-    micro_batches_per_s: float
-    waited_s: Mapping[str, float]  # by what it waited for
-    doing: str  # now
-
-
-@dataclass(frozen=True)
-class SwarmReport:
-    """The fabric in the last step."""
-
-    broadcast_bytes: int
-    reduced_bytes: int
-    csx: tuple[CsxReport, ...]
 
 
 class SwarmLink:
@@ -161,8 +142,14 @@ class Swarm:
                 name=channel.peer.name,
                 micro_batches_per_s=len(share_of(done.total, self.hub.num_csx, index)) / elapsed,
                 waited_s=waited,
-                doing=channel.peer.status.get("doing", "?"),
             )
             for index, (channel, waited) in enumerate(zip(self.hub.channels, self._waited, strict=True))
         )
-        self.report = SwarmReport(self._counted[0] - sent, self._counted[1] - reduced, csx)
+        self.report = SwarmReport(elapsed, self._counted[0] - sent, self._counted[1] - reduced, csx)
+
+    def lines(self) -> list[str]:
+        """Each worker for the live view: its rate, and what it is doing or waiting for now."""
+        if self.report is None:
+            return []
+        doing = [channel.peer.status.get("doing", "") for channel in self.hub.channels]
+        return [worker_line(csx, self.report.seconds, now) for csx, now in zip(self.report.csx, doing, strict=True)]
