@@ -7,11 +7,13 @@ and the last one being written.
 
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from openwafer.direct_io import BLOCK_BYTES, rounded_up
+from torch import Tensor
+
+from openwafer.direct_io import BLOCK_BYTES, aligned_bytes, rounded_up
 from openwafer.errors import UserError
 from openwafer.graph import Graph
 from openwafer.memoryx.config import MemoryConfig
@@ -73,26 +75,47 @@ def place(graph: Graph, optimizer: Optimizer, config: MemoryConfig) -> Placement
     )
 
 
-def open_tiers(placement: Placement, config: MemoryConfig, *, trains_while_saving: bool = False) -> dict[Key, Tier]:
+def open_tiers(
+    placement: Placement,
+    config: MemoryConfig,
+    *,
+    make_dram: Callable[[int | None], DramTier] = DramTier,
+    allocate: Callable[[int], Tensor] = aligned_bytes,
+) -> dict[Key, Tier]:
     """The tier of each key. Whoever opens them closes them, see `close_tiers`.
 
-    `trains_while_saving`: what changes while a checkpoint is written is then on flash twice.
+    `make_dram` is given the bytes for snapshots; `allocate` makes the buffers of what is on flash.
     """
     snapshot = config.snapshot
     if snapshot is None and config.dram is not None:
         snapshot = config.dram // _SNAPSHOT_SHARE
-    dram = DramTier(snapshot)
+    dram = make_dram(snapshot)
     tiers: dict[Key, Tier] = dict.fromkeys(placement.dram, dram)
     if placement.flash:
         assert config.flash is not None
-        flash = FlashTier(config.flash, placement.pool_bytes)
+        flash = FlashTier(config.flash, placement.pool_bytes, allocate=allocate)
         try:
-            _check_space(config.flash, placement.flash_bytes, twice=trains_while_saving)
+            _check_space(config.flash, placement.flash_bytes)
         except UserError:
             flash.close()
             raise
         tiers |= dict.fromkeys(placement.flash, flash)
     return tiers
+
+
+def check_space_to_save(placement: Placement, config: MemoryConfig) -> None:
+    """For a run that trains while a checkpoint is written: what changes meanwhile is on flash twice. The tiers are
+    open and nothing is on flash yet."""
+    if not placement.flash:
+        return
+    assert config.flash is not None
+    free, needed = shutil.disk_usage(config.flash).free, 2 * placement.flash_bytes
+    if free < needed:
+        raise UserError(
+            f"flash folder {config.flash} has {shown(free)} free, {shown(needed)} are needed: training goes on while "
+            "a checkpoint is written, and what it changes is then there twice; free some space, choose another "
+            "folder, raise --dram, or leave out --checkpoint_every to save only at the end"
+        )
 
 
 def close_tiers(tiers: Mapping[Key, Tier]) -> None:
@@ -183,17 +206,11 @@ def _reader_bytes(graph: Graph, optimizer: Optimizer) -> int:
     return rounded_up(largest) + min(rounded_up(largest), PIECE_BYTES) + BLOCK_BYTES
 
 
-def _check_space(folder: Path, num_bytes: int, *, twice: bool) -> None:
+def _check_space(folder: Path, num_bytes: int) -> None:
     """Files start as holes, so a disk that is too small would show only after a while."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise UserError(
             f"flash folder {folder} has {shown(free)} free, {shown(num_bytes)} are needed: free some space, "
             "choose another folder, or raise --dram"
-        )
-    if twice and free < 2 * num_bytes:
-        raise UserError(
-            f"flash folder {folder} has {shown(free)} free, {shown(2 * num_bytes)} are needed: training goes on while "
-            "a checkpoint is written, and what it changes is then there twice; free some space, choose another "
-            "folder, raise --dram, or leave out --checkpoint_every to save only at the end"
         )

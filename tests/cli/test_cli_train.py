@@ -132,9 +132,8 @@ def test_resumed_after_sigkill_it_ends_with_the_same_bits(
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(params: Path, whole: Path, tmp_path: Path, forks: Forks) -> None:
-    flags = ["train", "--params", params, "--model_dir", tmp_path]
-    traced = ["--log_every", "1", "--trace", tmp_path / "trace.json", "--trace_steps", "1,99"]
-    process = forks.start(*flags, *traced)
+    flags = ["train", "--params", params, "--model_dir", tmp_path, "--log_every", "1"]
+    process = forks.start(*flags, "--trace", tmp_path / "trace.json", "--trace_steps", "1,99")
     process.read_until("step 7/")
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
@@ -145,8 +144,8 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(params: Path, whole: Path, tm
     assert stopped is not None
     step = Checkpoint.open(stopped).step
     assert 7 <= step < STEPS
-    names = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] == "X"]
-    assert [name for name in names if name.startswith("step ")] == [f"step {number + 1}" for number in range(step)]
+    traced = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] == "X"]
+    assert [name for name in traced if name.startswith("step ")] == [f"step {number + 1}" for number in range(step)]
     assert forks.run(*flags)[0] == 0
     assert_same(tensors(tmp_path), tensors(whole))
 

@@ -13,7 +13,7 @@ from openwafer.graph import Graph, capture
 from openwafer.graph.deferred import deferred
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.optimizer import make_optimizer
-from openwafer.memoryx.placement import close_tiers, open_tiers, place
+from openwafer.memoryx.placement import check_space_to_save, close_tiers, open_tiers, place
 from openwafer.memoryx.store import fields
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
@@ -93,12 +93,17 @@ def test_a_disk_that_is_too_small_is_said_at_the_start(graph: Graph, tmp_path: P
         if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(tmp_path)]).returncode != 0:
             pytest.skip("mounting is not allowed here")
         try:
-            for fits, saves, message in ((once, False, "are needed: free some"), (twice, True, "are needed: ")):
-                if fits:
-                    close_tiers(open_tiers(placement, config, trains_while_saving=saves))
-                    continue
-                with pytest.raises(UserError, match=rf"flash folder .* has .* MiB free, .* MiB {message}"):
-                    open_tiers(placement, config, trains_while_saving=saves)
+            if not once:
+                with pytest.raises(UserError, match=r"flash folder .* has .* MiB free, .* MiB are needed: free some"):
+                    open_tiers(placement, config)
+                continue
+            tiers = open_tiers(placement, config)
+            if twice:
+                check_space_to_save(placement, config)
+            else:
+                with pytest.raises(UserError, match=r"has .* MiB free, 6\.\d+ MiB are needed: training goes on while"):
+                    check_space_to_save(placement, config)
+            close_tiers(tiers)
         finally:
             subprocess.run(["umount", str(tmp_path)], check=True)
 
