@@ -45,7 +45,10 @@ def changes(where: str, step: int, before: Params, now: Params) -> list[str]:
             "so some may come again and others not at all in this pass over the data"
         )
     settings = tuple(key for key in now.get("optimizer", {}) if key not in _FREE["optimizer"])
-    others = _changed(before, now, "optimizer", settings) + _changed(before, now, "train", ("micro_batch_size",))
+    others = _changed(before, now, "optimizer", settings)
+    train = now.get("train", {})
+    if not (train.get("device") == "cuda" and train.get("micro_batch_size") is None):  # there it stays as it was
+        others += _changed(before, now, "train", ("micro_batch_size",))
     if others:
         lines.append(f"changed since {where}: {', '.join(others)}: from here on the run differs from what it was")
     return lines

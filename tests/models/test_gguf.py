@@ -234,8 +234,7 @@ def reference(smollm2_path: Path) -> transformers.PreTrainedModel:
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
     )
-    with transformers.initialization.no_init_weights():
-        model = transformers.LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config)
     with pytest.MonkeyPatch.context() as patch:  # else the same table of names is made 400 times
         patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
         tensors = load_gguf_checkpoint(str(smollm2_path), return_tensors=True, model_to_load=model)["tensors"]

@@ -67,6 +67,14 @@ def test_free(section: str, values: dict[str, Any]) -> None:
     assert changes("x", 10, BEFORE, given(**{section: values})) == []
 
 
+def test_a_micro_batch_that_the_device_chose_is_no_change() -> None:
+    before = {**BEFORE, "train": {**BEFORE["train"], "micro_batch_size": 4, "device": "cuda"}}
+    now = {**BEFORE, "train": {**BEFORE["train"], "device": "cuda"}}
+    assert changes("x", 10, before, now) == []
+    (line,) = changes("x", 10, before, {**BEFORE, "train": {**now["train"], "micro_batch_size": 2}})
+    assert "micro_batch_size was 4, is 2" in line
+
+
 def test_a_checkpoint_of_weights_alone_says_nothing() -> None:
     imported = {"model": copy.deepcopy(BEFORE["model"])}
     assert changes("x", 0, imported, given(train={"seed": 3})) == []
