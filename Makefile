@@ -2,7 +2,7 @@
 PYTHON ?= python3
 # Extra pytest arguments: make test ARGS="-k config"
 ARGS ?=
-# Processes that run tests: each has one thread, so as many as there are cores, up to where memory becomes short.
+# Processes that run tests side by side, with one thread each.
 WORKERS ?= 2
 
 BIN := .venv/bin
