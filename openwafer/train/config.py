@@ -23,7 +23,7 @@ class TrainConfig:
     )
     seed: int = option(0, help="initial weights, order of samples and dropout", minimum=0)
     device: Literal["cpu", "cuda"] = option("cpu", help="where Units are computed; cuda does not work yet")
-    num_csx: int = option(1, help="number of workers; more than 1 does not work yet", minimum=1)
+    num_csx: int = option(1, help="number of workers; the result is the same with any number", minimum=1)
     recompute: bool = option(
         True, help="compute what is inside a Unit again in backward; false: keep it, which is faster and takes memory"
     )
@@ -39,12 +39,14 @@ class TrainConfig:
                 f"micro_batch_size {self.micro_batch} does not divide batch_size {self.batch_size}: "
                 "micro-batches all have the same size"
             )
-        if self.num_csx > 1:
-            raise UserError(f"num_csx {self.num_csx}: more than one worker does not work yet; use num_csx 1")
 
     @property
     def micro_batch(self) -> int:
         return self.micro_batch_size or self.batch_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.batch_size // self.micro_batch
 
 
 @dataclass(frozen=True, kw_only=True)

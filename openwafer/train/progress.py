@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -52,8 +52,21 @@ class LossHistory:
 class ProgressDisplay:
     """Shows `update(metrics)`; a context manager. Off a terminal it prints a line every `every` steps."""
 
-    def __init__(self, num_steps: int, *, start: int = 0, every: int = 10, stream: TextIO | None = None):
-        """`num_steps`: the last step of the run; `start`: steps done before it was resumed."""
+    def __init__(
+        self,
+        num_steps: int,
+        *,
+        start: int = 0,
+        every: int = 10,
+        stream: TextIO | None = None,
+        workers: Callable[[], Sequence[str]] = tuple,
+    ):
+        """`num_steps`: the last step of the run; `start`: steps done before it was resumed.
+
+        `workers` gives a line about each worker as it is now; on a terminal they are refreshed all the time.
+        """
+        self._workers = workers
+        self._lines: list[str] = []  # of the last step
         self._num_steps = num_steps
         self._start = start
         self._every = every
@@ -70,7 +83,7 @@ class ProgressDisplay:
             from rich.live import Live
 
             console = Console(file=self._stream, highlight=False)
-            self._live = Live(console=console, refresh_per_second=8, auto_refresh=True)
+            self._live = Live(console=console, refresh_per_second=8, auto_refresh=True, get_renderable=self._renderable)
             self._live.start()
         return self
 
@@ -83,12 +96,17 @@ class ProgressDisplay:
     def update(self, metrics: StepMetrics) -> None:
         self._history.add(metrics.loss)
         if self._live is not None:
-            from rich.text import Text
-
-            lines = "\n".join([self._line(metrics), *self._spent(metrics)])
-            self._live.update(Text(lines, no_wrap=True, overflow="crop"))
+            self._lines = [self._line(metrics), *self._spent(metrics)]
+            self._live.refresh()
         elif metrics.step % self._every == 0 or metrics.step in (self._start + 1, self._num_steps):
             print("  ".join([self._line(metrics), *self._spent(metrics)]), file=self._stream, flush=True)
+            for line in self._workers():
+                print(f"  {line}", file=self._stream, flush=True)
+
+    def _renderable(self) -> Any:
+        from rich.text import Text
+
+        return Text("\n".join([*self._lines, *self._workers()]), no_wrap=True, overflow="crop")
 
     def _line(self, metrics: StepMetrics) -> str:
         left = self._num_steps - metrics.step

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from openwafer.csx.loss import LossNames, find_loss
-from openwafer.csx.tree import TreeSum
 from openwafer.errors import UserError
 from openwafer.graph import Graph, Unit
 from openwafer.graph.randomness import seed_of, set_seed
@@ -30,6 +29,7 @@ from openwafer.graph.run import backward, bind_inputs, forward
 from openwafer.memoryx.config import OptimizerConfig
 from openwafer.memoryx.norm import block_sums, clipped, global_norm
 from openwafer.memoryx.optimizer import make_optimizer
+from openwafer.swarmx.tree import TreeSum
 from openwafer.train import guard
 from openwafer.train.engine import MicroBatch, StepResult, mean_loss
 

@@ -25,6 +25,7 @@ from openwafer.memoryx.store import REMAINDER, WIRE, Store
 from openwafer.memoryx.update import UpdateNumbers
 from openwafer.train import guard
 from openwafer.train.engine import Frozen, MicroBatch, StepResult, mean_loss
+from openwafer.train.swarm import Swarm
 
 
 class Streamed:
@@ -42,13 +43,16 @@ class Streamed:
         link: Link | None = None,
         *,
         recompute: bool = True,
+        swarm: Swarm | None = None,
     ) -> None:
+        """`swarm`: the workers, where there is more than this one."""
         self.graph = graph
         self.store = store
         self.buffers = dict(buffers)
         self.config = config
         self.schedule = schedule
-        self.worker = Worker(graph, seed, recompute=recompute)
+        self.worker = swarm or Worker(graph, seed, recompute=recompute)
+        self.swarm = swarm
         self.guard = guard.Guard(config)
         self.link = link or DirectLink(store)
         self.num_steps_done = num_steps_done
@@ -129,6 +133,8 @@ class Streamed:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], graph: Graph) -> float:
         """Mean loss of `graph` (the model captured in eval mode, with the same Units) with the current weights."""
+        if self.swarm is not None:
+            return self.swarm.evaluate(micro_batches, graph, self.buffers)
         device = self.link.device
         local = [pytree.tree_map_only(Tensor, lambda t: t.to(device), dict(batch)) for batch in micro_batches]
         values = [bind_inputs(graph, (), batch) for batch in local]
@@ -191,8 +197,9 @@ def _name(weight: str, field: str) -> str:
 
 def _bad_loss(graph: Graph, done: Pass) -> UserError:
     """Says which Unit was the first to give something that is not finite."""
-    names = (unit.name for unit in graph.units for values in done.values if _is_bad(unit, values))
-    where = next((f", and Unit {name!r} is the first whose result is not finite" for name in names), "")
+    names = [done.suspect] if done.suspect else []
+    names += (unit.name for unit in graph.units for values in done.values if _is_bad(unit, values))
+    where = next((f", and Unit {name!r} is the first whose result is not finite" for name in names[:1]), "")
     return UserError(f"step {done.step + 1}: the loss is {done.loss}{where}: nothing was changed; check the data")
 
 
