@@ -29,6 +29,10 @@ class CompiledFunction(UnitFunction):
 
     compiled: dict[torch.device, Code] = field(default_factory=dict, repr=False)  # filled by the first call
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Sent to another process, it is compiled there."""
+        return {**self.__dict__, "compiled": {}}
+
     def _code_on(self, device: torch.device) -> Code:
         if device not in self.compiled:
             self.compiled[device] = self._careful(super()._code_on(device), device)

@@ -13,6 +13,8 @@ class Cluster:
 
     num_csx: int = option(1, help="number of workers", minimum=1)
     device: Literal["cpu", "cuda"] = option("cpu", help="where Units are computed")
+    recompute: bool = option(True, help="compute what is inside a Unit again in backward; false: keep it")
+    compile: bool = option(False, help="compile each distinct Unit function with torch.compile")
 
     def __post_init__(self) -> None:
         if self.num_csx != 1:

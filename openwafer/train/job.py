@@ -24,6 +24,7 @@ from openwafer.data.prepare import folder_of
 from openwafer.data.shards import Shards
 from openwafer.errors import UserError
 from openwafer.graph import Graph, capture
+from openwafer.graph.compiled import compiled
 from openwafer.graph.deferred import deferred, initialise
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.groups import with_groups
@@ -198,7 +199,8 @@ class Job:
 
     def _capture(self, training: bool) -> Graph:
         ids = torch.zeros(self.config.train.micro_batch, self.context, dtype=torch.int64, device="meta")
-        return capture(self.module.train(training), (), {"input_ids": ids, "labels": ids.clone()})
+        graph = capture(self.module.train(training), (), {"input_ids": ids, "labels": ids.clone()})
+        return compiled(graph, torch.device(self.config.train.device)) if self.config.train.compile else graph
 
     def _engine(self) -> Streamed:
         """From the last checkpoint if there is one, else the model's own initialisation."""

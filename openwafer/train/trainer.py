@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from openwafer import checkpoint
+from openwafer import checkpoint, timeline
 from openwafer.errors import UserError
 from openwafer.graph import Graph, capture
+from openwafer.graph.compiled import compiled
 from openwafer.graph.deferred import initialise
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.groups import with_groups
@@ -80,7 +82,8 @@ class Trainer:
         micro_batches = self._micro_batches(batch)
         if self._engine is None:
             self._engine = self._start(micro_batches[0])
-        self.last = self._engine.step(micro_batches)
+        with timeline.step(self.num_steps_done + 1):
+            self.last = self._engine.step(micro_batches)
         return self.last.loss
 
     def fit(
@@ -108,7 +111,7 @@ class Trainer:
             raise UserError("nothing was trained yet: take a step before evaluating")
         micro_batches = self._micro_batches(batch)
         if self._eval_graph is None:
-            self._eval_graph = capture(self.model.eval(), (), dict(micro_batches[0]))
+            self._eval_graph = self._capture(self.model.eval(), micro_batches[0])
         return self._engine.evaluate(micro_batches, self._eval_graph)
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
@@ -180,14 +183,19 @@ class Trainer:
             alias: found[next(name for name in names if name in found)] for names in aliases.values() for alias in names
         }
 
+    def _capture(self, model: nn.Module, micro_batch: MicroBatch) -> Graph:
+        graph = capture(model, (), dict(micro_batch))
+        return compiled(graph, torch.device(self.cluster.device)) if self.cluster.compile else graph
+
     def _start(self, micro_batch: MicroBatch) -> Streamed:
-        graph = with_groups(capture(self.model.train(), (), dict(micro_batch)), self.optimizer.groups)
+        graph = with_groups(self._capture(self.model.train(), micro_batch), self.optimizer.groups)
         optimizer = make_optimizer(self.optimizer)
         dram = DramTier()
         store = Store(graph, optimizer, {spec.key: dram for spec in fields(graph, optimizer)})
         names = [name for name in graph.buffers if name not in graph.constants]
         buffers = {name: value.clone() for name, value in initialise(self.model, names, self.seed)}
-        engine = Streamed(graph, store, buffers, self.optimizer, self.schedule, self.seed)
+        recompute = self.cluster.recompute
+        engine = Streamed(graph, store, buffers, self.optimizer, self.schedule, self.seed, recompute=recompute)
         if self._resumed is None:
             fill(store, initialise(self.model, graph.weights, self.seed))
         else:
