@@ -3,6 +3,9 @@
 The same model, batch, precision (fp32) and threads in one process. Steps of the two take turns, so that whatever else
 the machine does meets both; the ratio is the median of the ratios of neighbours. Two pairs: activations kept on both
 sides, and recomputed on both sides (ours per Unit, theirs with torch.utils.checkpoint per block).
+
+On a machine that others use too, look at the ratio of CPU seconds, with OMP_WAIT_POLICY=passive (else a thread that
+waits for another counts as busy).
 """
 
 import argparse
@@ -11,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +50,7 @@ def main() -> None:
         args.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(args: argparse.Namespace, *, recompute: bool) -> dict[str, object]:
+def measure(args: argparse.Namespace, *, recompute: bool) -> dict[str, Any]:
     config = ModelConfig(
         hidden_size=args.hidden,
         num_hidden_layers=args.layers,
@@ -59,35 +63,47 @@ def measure(args: argparse.Namespace, *, recompute: bool) -> dict[str, object]:
         "in memory": in_memory(config, recompute=recompute),
     }
     times: dict[str, list[float]] = {name: [] for name in sides}
+    cpu_times: dict[str, list[float]] = {name: [] for name in sides}
     losses: dict[str, list[float]] = {name: [] for name in sides}
     for index in range(args.steps + 2):
         batch = batch_of(args, index)
         # Who goes first alternates: the second finds the caches as the first leaves them.
         for name in list(sides) if index % 2 else reversed(list(sides)):
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             losses[name].append(sides[name](batch))
             times[name].append(time.perf_counter() - began)
+            cpu_times[name].append(time.process_time() - cpu_began)
     ours, theirs = times["streamed"][2:], times["in memory"][2:]
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    ratios, cpu_ratios = ratios_of(times), ratios_of(cpu_times)
     gap = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
     low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-    row = {
+    row: dict[str, Any] = {
         "activations": "recomputed" if recompute else "kept",
         "num_threads": torch.get_num_threads(),
         "streamed_s": round(statistics.median(ours), 4),
         "in_memory_s": round(statistics.median(theirs), 4),
         "ratio": round(statistics.median(ratios), 3),
         "quartiles": [round(low, 3), round(high, 3)],
+        "cpu_ratio": round(statistics.median(cpu_ratios), 3),
+        "cpu_quartiles": [round(cpu_ratios[len(cpu_ratios) // 4], 3), round(cpu_ratios[-1 - len(cpu_ratios) // 4], 3)],
         "fastest_ratio": round(min(ours) / min(theirs), 3),
         "largest_loss_difference": gap,
     }
     print(
         f"activations {row['activations']:10}  streamed {row['streamed_s']:.3f} s/step  "
-        f"in memory {row['in_memory_s']:.3f} s/step  ratio {row['ratio']:.3f} (middle half {low:.3f} to {high:.3f}, "
-        f"fastest of each {row['fastest_ratio']:.3f})  {torch.get_num_threads()} threads  losses differ by {gap:.1e}",
+        f"in memory {row['in_memory_s']:.3f} s/step  {row['num_threads']} threads\n"
+        f"    ratio {row['ratio']:.3f} (middle half {low:.3f} to {high:.3f}, fastest of each {row['fastest_ratio']:.3f}), "
+        f"of CPU seconds {row['cpu_ratio']:.3f} (middle half {' to '.join(map(str, row['cpu_quartiles']))}); "
+        f"losses differ by {gap:.1e}",
         flush=True,
     )
     return row
+
+
+def ratios_of(times: dict[str, list[float]]) -> list[float]:
+    """Ours over theirs of each pair of neighbours that counts, the smallest first."""
+    pairs = zip(times["streamed"][2:], times["in memory"][2:], strict=True)
+    return sorted(ours / theirs for ours, theirs in pairs)
 
 
 def batch_of(args: argparse.Namespace, step: int) -> Batch:
