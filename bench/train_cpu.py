@@ -92,7 +92,8 @@ def measure(args: argparse.Namespace, *, recompute: bool) -> dict[str, Any]:
     print(
         f"activations {row['activations']:10}  streamed {row['streamed_s']:.3f} s/step  "
         f"in memory {row['in_memory_s']:.3f} s/step  {row['num_threads']} threads\n"
-        f"    ratio {row['ratio']:.3f} (middle half {low:.3f} to {high:.3f}, fastest of each {row['fastest_ratio']:.3f}), "
+        f"    ratio {row['ratio']:.3f} (middle half {low:.3f} to {high:.3f}, "
+        f"fastest of each {row['fastest_ratio']:.3f}), "
         f"of CPU seconds {row['cpu_ratio']:.3f} (middle half {' to '.join(map(str, row['cpu_quartiles']))}); "
         f"losses differ by {gap:.1e}",
         flush=True,

@@ -120,7 +120,7 @@ def test_twelve_layers_compile_two_functions_that_draw_the_same_masks() -> None:
 
 
 def test_without_a_compiler_units_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    graph, weights = homogeneous()
+    graph, _ = homogeneous()
     with inductor.patch(NO_COMPILER), caplog.at_level(logging.WARNING, logger=module.__name__):
         assert compiled(graph, CPU) is graph
         assert compiled(graph, CPU) is graph
