@@ -18,6 +18,7 @@ from openwafer import timeline
 from openwafer.csx.gpu_clock import GpuClock
 from openwafer.graph import Unit
 from openwafer.memoryx.pinned import pinned
+from openwafer.memoryx.speculation import Speculation, can_speculate
 from openwafer.memoryx.store import WIRE, Store
 from openwafer.memoryx.tier import Key
 from openwafer.memoryx.update import Arrival, UpdateNumbers, Updater
@@ -177,15 +178,17 @@ class Outbox:
 class CudaLink:
     """A GPU worker's link to a store in host memory."""
 
-    def __init__(self, store: Store, device: torch.device, *, can_veto: bool = False) -> None:
-        """`can_veto`: gradients of all Units may have to wait on the host until the last one is known."""
+    def __init__(self, store: Store, device: torch.device, *, can_veto: bool = False, speculates: bool = True) -> None:
+        """`can_veto`: gradients of all Units may have to wait on the host until the last one is known. If it
+        `speculates`, updates begin all the same, in spare memory."""
         self.store = store
         self.device = device
         # Threads that wait for Python get it after 0.5 ms instead of 5: the updater must not wait that long for
         # the thread that launches kernels, 26 times a step.
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(0.0005)
-        self.updater = Updater(store.update)
+        speculates = can_veto and speculates and can_speculate(store)
+        self.updater = Updater(store.update, Speculation(store) if speculates else None)
         clock = GpuClock(device)
         self.inbox = Inbox(store, self.updater, device, NUM_SLOTS, clock)
         num_units = len(store.graph.units)
@@ -204,9 +207,11 @@ class CudaLink:
             self.inbox.versions[key] = numbers.step
         self.updater.post(parcel, numbers)
 
+    def guess(self, parcel: Arrival, numbers: UpdateNumbers) -> None:
+        self.updater.guess(parcel, numbers)
+
     def discard(self, parcel: Arrival) -> None:
-        parcel.wait()
-        parcel.recycle()
+        self.updater.discard(parcel)
 
     def drain(self) -> None:
         self.updater.drain()

@@ -1,5 +1,6 @@
 """A GPU as the worker of a run: its memory limit, the micro-batch that fits, and the link to the store."""
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,8 +13,10 @@ from openwafer.graph import Graph
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.pinned import PinnedTier, pinned
 from openwafer.memoryx.placement import Placement, open_tiers, shown
+from openwafer.memoryx.speculation import spare_bytes
 from openwafer.memoryx.store import Store
 from openwafer.memoryx.tier import Key, Tier
+from openwafer.train.guard import Guard
 
 _FREE_SHARE = 0.92  # of the free memory, when no limit is given
 
@@ -28,6 +31,7 @@ class GpuWorker:
         self.optimizer = optimizer
         self.footprint: Footprint | None = None
         self._link: CudaLink | None = None
+        self._memory = MemoryConfig()
         torch.zeros(1, device=self.device)  # CUDA itself takes some memory, which counts
         free, total = torch.cuda.mem_get_info(self.device)
         own = torch.cuda.memory_reserved(self.device)
@@ -75,6 +79,7 @@ class GpuWorker:
 
     def open_tiers(self, placement: Placement, config: MemoryConfig) -> dict[Key, Tier]:
         """Tiers that the GPU copies from and to at full speed."""
+        self._memory = config
         return open_tiers(
             placement,
             config,
@@ -84,8 +89,15 @@ class GpuWorker:
 
     def attach(self, graph: Graph, store: Store, seed: int, options: Mapping[str, Any]) -> tuple[CudaLink, None]:
         """The link; this process computes."""
-        self._link = CudaLink(store, self.device, can_veto=_can_veto(self.optimizer))
+        can_veto = Guard(self.optimizer).can_veto
+        self._link = CudaLink(store, self.device, can_veto=can_veto, speculates=can_veto and self._speculates(store))
         return self._link, None
+
+    def _speculates(self, store: Store) -> bool:
+        way, needed = self._memory.clipping, spare_bytes(store)
+        if way != "auto":
+            return way == "speculative"
+        return self._memory.dram is None and _available_bytes() > needed + store.graph.num_parameters * 4
 
     def close(self) -> None:
         if self._link is not None:
@@ -98,7 +110,6 @@ def _guess(least: Footprint, size: int, batch_size: int) -> int:
     return least.weight_bytes + least.activation_bytes + int(0.5 * size * least.working_bytes)
 
 
-def _can_veto(config: OptimizerConfig) -> bool:
-    from openwafer.train.guard import Guard
-
-    return Guard(config).can_veto
+def _available_bytes() -> int:
+    """Host memory that can still be had."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
