@@ -24,11 +24,12 @@ _FREE_SHARE = 0.92  # of the free memory, when no limit is given
 class GpuWorker:
     """One GPU of this machine, in this process."""
 
-    def __init__(self, device_memory: int | None, optimizer: OptimizerConfig) -> None:
+    def __init__(self, device_memory: int | None, optimizer: OptimizerConfig, *, recompute: bool = True) -> None:
         if not torch.cuda.is_available():
             raise UserError("device cuda: PyTorch sees no GPU here; install its CUDA build, or use --device cpu")
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.optimizer = optimizer
+        self.recompute = recompute
         self.footprint: Footprint | None = None
         self._link: CudaLink | None = None
         self._memory = MemoryConfig()
@@ -52,7 +53,7 @@ class GpuWorker:
         for size in reversed(sizes[1:]):
             if _guess(least, size) > self.limit:
                 continue
-            self.footprint = measure(make_graph(size), batch_size // size, NUM_SLOTS, self.device)
+            self.footprint = self._measure(make_graph(size), batch_size // size)
             if self.footprint.total_bytes <= self.limit:
                 return size
         self.footprint = least
@@ -60,7 +61,7 @@ class GpuWorker:
 
     def check(self, graph: Graph, num_micro_batches: int) -> Footprint:
         """What a step takes; an error if that is more than is allowed."""
-        self.footprint = measure(graph, num_micro_batches, NUM_SLOTS, self.device)
+        self.footprint = self._measure(graph, num_micro_batches)
         if self.footprint.total_bytes > self.limit:
             raise UserError(
                 f"a step needs {shown(self.footprint.total_bytes + self._context)} of device memory, "
@@ -69,6 +70,9 @@ class GpuWorker:
                 "give a larger --device_memory, a smaller --micro_batch_size or --batch_size, or a shorter context"
             )
         return self.footprint
+
+    def _measure(self, graph: Graph, num_micro_batches: int) -> Footprint:
+        return measure(graph, num_micro_batches, NUM_SLOTS, self.device, recompute=self.recompute)
 
     def open_tiers(self, placement: Placement, config: MemoryConfig) -> dict[Key, Tier]:
         """Tiers that the GPU copies from and to at full speed."""

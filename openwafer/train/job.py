@@ -24,6 +24,7 @@ from openwafer.data.prepare import folder_of
 from openwafer.data.shards import Shards
 from openwafer.errors import UserError
 from openwafer.graph import Graph, capture
+from openwafer.graph.compiled import compiled
 from openwafer.graph.deferred import deferred
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.groups import with_groups
@@ -208,7 +209,8 @@ class Job:
     def _capture(self, micro_batch: int, *, training: bool = True) -> Graph:
         ids = torch.zeros(micro_batch, self.context, dtype=torch.int64, device="meta")
         inputs = {"input_ids": ids, "labels": ids.clone()}
-        return capture(self.module.train(training), (), inputs, dtype=DTYPES[self.config.train.precision])
+        graph = capture(self.module.train(training), (), inputs, dtype=DTYPES[self.config.train.precision])
+        return compiled(graph, torch.device(self.config.train.device)) if self.config.train.compile else graph
 
     def _micro_batch(self, stored: checkpoint.Checkpoint | None) -> int:
         """The given one, the one the run began with (another would change its bits), or what fits the device."""
