@@ -84,7 +84,8 @@ class Trainer:
         """
         micro_batches = self._micro_batches(batch)
         if self._engine is None:
-            self._engine = self._start(micro_batches[0], self._resumed)
+            self._example, self._num_micro_batches = micro_batches[0], len(micro_batches)
+            self._engine = self._start(self._resumed)
         with timeline.step(self.num_steps_done + 1):
             self.last = self._engine.step(micro_batches)
         return self.last.loss
@@ -158,7 +159,7 @@ class Trainer:
         self._resumed = checkpoint.Checkpoint.open(newest)
         if self._engine is not None:
             self._closer()
-            self._engine = self._start(self._example, self._resumed)
+            self._engine = self._start(self._resumed)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight and buffer by name, one at a time; each is valid until the next is asked for."""
@@ -191,9 +192,8 @@ class Trainer:
         graph = capture(self.model.train(training), (), dict(micro_batch), dtype=DTYPES[self.cluster.precision])
         return compiled(graph, torch.device(self.cluster.device)) if self.compile else graph
 
-    def _start(self, micro_batch: MicroBatch, stored: checkpoint.Checkpoint | None) -> Streamed:
-        self._example = micro_batch
-        graph = with_groups(self._capture(micro_batch, training=True), self.optimizer.groups)
+    def _start(self, stored: checkpoint.Checkpoint | None) -> Streamed:
+        graph = with_groups(self._capture(self._example, training=True), self.optimizer.groups)
         plan = Plan(
             graph=graph,
             module=self.model,
@@ -204,7 +204,7 @@ class Trainer:
             seed=self.seed,
             options={"recompute": self.recompute},
         )
-        workers = self._workers()
+        workers = self._workers(graph)
         try:
             assembly = Assembly(plan, workers, stored)
         except BaseException:
@@ -215,12 +215,14 @@ class Trainer:
         self._closer = weakref.finalize(self, _close, assembly, workers)
         return assembly.engine
 
-    def _workers(self) -> Workers | None:
+    def _workers(self, graph: Graph) -> Workers | None:
         cluster = self.cluster
         if cluster.device == "cuda":
             from openwafer.train.gpu import GpuWorker
 
-            return GpuWorker(cluster.device_memory, self.optimizer)
+            worker = GpuWorker(cluster.device_memory, self.optimizer)
+            worker.check(graph, self._num_micro_batches)
+            return worker
         if cluster.num_csx > 1:
             from openwafer.train.workers import LocalWorkers
 
