@@ -80,9 +80,10 @@ class Run:
             command, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         self.lines: list[str] = []
+        self._output = self._read()
         self.csx: dict[int, int] = {}  # worker → its process, the newest
 
-    def read(self) -> Iterator[str]:
+    def _read(self) -> Iterator[str]:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
@@ -91,14 +92,13 @@ class Run:
             yield line
 
     def until(self, pattern: str) -> None:
-        """Reads until a line matches, and the lines about workers that follow it."""
-        for line in self.read():
-            if re.search(pattern, line) and not pattern.startswith("csx"):
+        for line in self._output:
+            if re.search(pattern, line):
                 return
         raise AssertionError(f"no {pattern} in\n{self.text}")
 
     def finish(self) -> int:
-        for _ in self.read():
+        for _ in self._output:
             pass
         assert self.process.stderr is not None
         self.process.stderr.close()
