@@ -255,7 +255,7 @@ class Job:
             )
 
     def _save(self, step: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:
-        train, dram = self.config.train, self.config.memoryx.dram
+        train = self.config.train
         return checkpoint.save(
             train.model_dir,
             step,
@@ -263,8 +263,6 @@ class Job:
             {"params": self.config.params, **self.kept_meta},
             tokenizer=self.train_shards.tokenizer,
             keep=train.keep_checkpoints,
-            # Under a budget the copies that writing makes are kept small beside it.
-            shard_bytes=checkpoint.SHARD_BYTES if dram is None else min(checkpoint.SHARD_BYTES, dram // 64),
         )
 
     # Data

@@ -124,7 +124,7 @@ def trained(hidden_size, layers, memory, steps):
     fill(store, initialise(module, graph.weights, 0))
     engine = Streamed(graph, store, {}, OptimizerConfig(lr=1e-3), lambda step: 1.0)
     def write(step, tensors):
-        return save(folder / "model", step, tensors, {}, shard_bytes=(config.dram or 1 << 30) // 64)
+        return save(folder / "model", step, tensors, {})
     saver = Saver(write, print)
     losses = []
     for step in range(steps):
