@@ -24,20 +24,21 @@ class Stripe:
 
     graph: Graph  # only this part: pieces in place of weights, under the same names
     ranges: dict[str, range]  # the elements of each weight that it holds, if any
+    wholes: frozenset[str]  # the weights of which it holds everything
 
     def cut(self, name: str, value: Tensor) -> Tensor:
         """This store's piece of a weight, or of state that has an element per element of the weight."""
-        piece, spec = self.ranges[name], self.graph.weights[name].spec
-        if len(piece) == value.numel():
-            return value.reshape(spec.shape) if value.numel() == spec.num_elements else value
-        return value.reshape(-1)[piece.start : piece.stop].view(spec.shape)
+        if name in self.wholes:
+            return value
+        piece = self.ranges[name]
+        return value.reshape(-1)[piece.start : piece.stop].view(self.graph.weights[name].spec.shape)
 
 
 def stripes(graph: Graph, optimizer: Optimizer, num_stores: int) -> list[Stripe]:
     """The parts of all stores."""
     if num_stores == 1:
         whole = {name: range(weight.spec.num_elements) for name, weight in graph.weights.items()}
-        return [Stripe(graph, whole)]
+        return [Stripe(graph, whole, frozenset(whole))]
     ranges: list[dict[str, range]] = [{} for _ in range(num_stores)]
     for unit in graph.units:
         loads = [0] * num_stores
@@ -48,7 +49,11 @@ def stripes(graph: Graph, optimizer: Optimizer, num_stores: int) -> list[Stripe]
                 if len(piece):
                     ranges[store][weight.name] = piece
                     loads[store] += len(piece)
-    return [Stripe(_part(graph, of_store), of_store) for of_store in ranges]
+    return [Stripe(_part(graph, of_store), of_store, _wholes(graph, of_store)) for of_store in ranges]
+
+
+def _wholes(graph: Graph, ranges: dict[str, range]) -> frozenset[str]:
+    return frozenset(name for name, piece in ranges.items() if len(piece) == graph.weights[name].spec.num_elements)
 
 
 def check_stripes(graph: Graph, num_stores: int) -> None:

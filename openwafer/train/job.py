@@ -23,7 +23,7 @@ from openwafer.data.config import DataConfig
 from openwafer.data.prepare import folder_of
 from openwafer.data.shards import Shards
 from openwafer.errors import UserError
-from openwafer.graph import Graph, capture
+from openwafer.graph import Graph
 from openwafer.graph.deferred import deferred, initialise
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.groups import with_groups
@@ -33,6 +33,7 @@ from openwafer.memoryx.store import Store
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
 from openwafer.swarmx.config import SwarmConfig
+from openwafer.swarmx.stripe import cut_reader, cut_values, stripes
 from openwafer.train import guard
 from openwafer.train.config import TraceConfig, TrainConfig
 from openwafer.train.engine import MicroBatch
@@ -41,7 +42,9 @@ from openwafer.train.progress import ProgressDisplay
 from openwafer.train.saver import Saver
 from openwafer.train.schedule import ScheduleConfig
 from openwafer.train.streamed import Streamed, fill, restore
-from openwafer.train.workers import LocalWorkers
+from openwafer.train.swarm import Swarm
+from openwafer.train.text_model import capture_text_model, context_of
+from openwafer.train.workers import Workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,7 @@ class JobResult:
 class Job:
     """One run in one model_dir."""
 
-    def __init__(self, config: JobConfig, workers: LocalWorkers | None = None) -> None:
+    def __init__(self, config: JobConfig, workers: Workers | None = None) -> None:
         """`workers` compute, where there are any but this process; whoever made them closes them."""
         train = config.train
         self.workers = workers
@@ -82,25 +85,22 @@ class Job:
         self.config = config
         folder = folder_of(config.data, config.model.vocab_size)
         self.train_shards = Shards.open(folder, "train", verify=config.data.verify)
-        context = config.data.context or config.model.max_position_embeddings
-        if context > config.model.max_position_embeddings:
-            raise UserError(
-                f"context {context} is longer than the model's max_position_embeddings "
-                f"{config.model.max_position_embeddings}: shorten the one or raise the other"
-            )
+        context = context_of(config.model, config.data)
         self.batches = Batches(self.train_shards, context, train.batch_size, seed=train.seed)
         self.val_shards = folder
         self.context = context
         with deferred():
             self.module = build(config.model)
         self.graph = with_groups(self._capture(training=True), config.optimizer.groups)
-        self.resumed = checkpoint.latest(train.model_dir)
+        self.resumed = checkpoint.latest(train.model_dir) if workers is None else workers.latest(train.model_dir)
         if train.mode == "eval" and self.resumed is None:
             raise UserError(
                 f"{train.model_dir} has no checkpoint to evaluate: train first, or name another --model_dir"
             )
         self.kept_meta: dict[str, Any] = {}  # filled from the checkpoint: what came with imported weights
-        self.placement = place(self.graph, make_optimizer(config.optimizer), config.memoryx)
+        optimizer = make_optimizer(config.optimizer)
+        self.part = stripes(self.graph, optimizer, 1)[0] if workers is None else workers.part(self.graph, optimizer)
+        self.placement = place(self.part.graph, optimizer, config.memoryx)
         self.tiers = (workers.open_tiers if workers else open_tiers)(self.placement, config.memoryx)
         try:
             self.engine = self._engine()
@@ -130,7 +130,7 @@ class Job:
                 train.num_steps,
                 start=engine.num_steps_done,
                 every=train.log_every,
-                workers=engine.swarm.lines if engine.swarm else tuple,
+                workers=engine.swarm.lines if isinstance(engine.swarm, Swarm) else tuple,
             ) as display,
             self._timeline() as times,
             _interruptible() as interrupted,
@@ -172,10 +172,9 @@ class Job:
 
     def _traffic(self) -> dict[str, Any]:
         """What went over the fabric in the last step."""
-        swarm = self.engine.swarm
-        if swarm is None or swarm.report is None:
+        report = None if self.engine.swarm is None else self.engine.swarm.report
+        if report is None:
             return {}
-        report = swarm.report
         return {"broadcast_bytes": report.broadcast_bytes, "reduced_bytes": report.reduced_bytes, "csx": report.csx}
 
     def _timeline(self) -> timeline.Timeline:
@@ -197,14 +196,13 @@ class Job:
     # Model and state
 
     def _capture(self, training: bool) -> Graph:
-        ids = torch.zeros(self.config.train.micro_batch, self.context, dtype=torch.int64, device="meta")
-        return capture(self.module.train(training), (), {"input_ids": ids, "labels": ids.clone()})
+        return capture_text_model(self.module, self.config.train.micro_batch, self.context, training=training)
 
     def _engine(self) -> Streamed:
         """From the last checkpoint if there is one, else the model's own initialisation."""
         config, seed = self.config, self.config.train.seed
         optimizer = make_optimizer(config.optimizer)
-        store = Store(self.graph, optimizer, self.tiers)
+        store = Store(self.part.graph, optimizer, self.tiers)
         buffers = [name for name in self.graph.buffers if name not in self.graph.constants]
         schedule = config.schedule.build(config.train.num_steps)
         options: dict[str, Any] = {"recompute": config.train.recompute}
@@ -212,14 +210,14 @@ class Job:
             link, swarm = self.workers.attach(self.graph, store, seed, options)
             options |= {"link": link, "swarm": swarm}
         if self.resumed is None:
-            fill(store, initialise(self.module, self.graph.weights, seed))
+            fill(store, cut_values(self.part, initialise(self.module, self.part.graph.weights, seed)))
             values = dict(initialise(self.module, buffers, seed))
             return Streamed(self.graph, store, values, config.optimizer, schedule, seed, **options)
         stored = checkpoint.Checkpoint.open(self.resumed)
         self._check_same_model(stored)
         self._check_same_tokens(stored)
         names = set(stored.names())
-        restore(store, stored.read, with_state=stored.step > 0)
+        restore(store, cut_reader(self.part, stored.read), with_state=stored.step > 0)
         # Imported weights come without the buffers that the model computes for itself.
         values = dict(initialise(self.module, [name for name in buffers if f"buffers/{name}" not in names], seed))
         values |= {name: stored.read(f"buffers/{name}") for name in buffers if name not in values}

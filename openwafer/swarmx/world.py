@@ -1,0 +1,134 @@
+"""All ranks of a run under torchrun: who is who, whether they fit together, and the groups they speak over.
+
+Ranks 0 .. M-1 are MemoryX, the others CSX. Before anything starts every rank says what it is going to run; rank 0
+compares and decides for all.
+"""
+
+import datetime
+import hashlib
+import json
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import openwafer
+from openwafer.errors import UserError
+from openwafer.swarmx.config import SwarmConfig
+
+_NEVER = datetime.timedelta(days=30)  # transfers wait for computing ranks; heartbeats find those that are lost
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """The ranks of a run, seen from one of them."""
+
+    rank: int
+    num_memoryx: int
+    num_csx: int
+    hosts: tuple[str, ...]  # of each rank
+    control: Any  # process group for messages
+    bulk: Any  # process group for weights and gradients
+    verdict: dict[str, Any]  # what rank 0 said to all at the start
+
+    @property
+    def is_store(self) -> bool:
+        return self.rank < self.num_memoryx
+
+    @property
+    def csx_ranks(self) -> range:
+        return range(self.num_memoryx, self.num_memoryx + self.num_csx)
+
+    def name(self, rank: int) -> str:
+        role = f"memoryx {rank}" if rank < self.num_memoryx else f"csx {rank - self.num_memoryx}"
+        return f"rank {rank} ({role} on {self.hosts[rank]})"
+
+
+def is_distributed() -> bool:
+    """Whether torchrun, or someone who sets what it sets, started this process."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def join(config: SwarmConfig, num_csx: int, params: Mapping[str, Any], decide: Any) -> World:
+    """Meet the other ranks. `decide` is called on rank 0 with the number of workers; all ranks get what it gives."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found_csx = size - config.num_memoryx
+    store = _rendezvous(rank, size)
+    hello = {"version": openwafer.__version__, "torch": torch.__version__, "params": _digest(params)}
+    hello |= {"machine": platform.machine(), "host": f"{socket.gethostname()}:{os.getpid()}"}
+    hello["threads"] = torch.get_num_threads() if rank >= config.num_memoryx else None
+    store.set(f"hello/{rank}", json.dumps(hello))
+    if rank == 0:
+        try:
+            hellos = [json.loads(store.get(f"hello/{other}")) for other in range(size)]
+            _check_size(size, config, num_csx)
+            _compare(hellos)
+            verdict = {"decision": decide(found_csx), "hosts": [other["host"] for other in hellos]}
+        except UserError as error:
+            verdict = {"error": str(error)}
+        store.set("verdict", json.dumps(verdict))
+    verdict = json.loads(store.get("verdict"))
+    if "error" in verdict:
+        store.set(f"left/{rank}", "1")
+        if rank == 0:
+            store.wait([f"left/{other}" for other in range(size)], datetime.timedelta(seconds=10))
+        raise UserError(verdict["error"] if rank == 0 else f"rank 0 refused to start: {verdict['error']}")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_NEVER)
+    everyone = list(range(size))
+    return World(
+        rank=rank,
+        num_memoryx=config.num_memoryx,
+        num_csx=found_csx,
+        hosts=tuple(verdict["hosts"]),
+        control=dist.new_group(everyone, timeout=_NEVER, backend="gloo"),
+        bulk=dist.new_group(everyone, timeout=_NEVER, backend="gloo"),
+        verdict=verdict["decision"],
+    )
+
+
+def _rendezvous(rank: int, size: int) -> Any:
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=datetime.timedelta(seconds=300)))
+    except (RuntimeError, OSError) as error:  # DistNetworkError is a RuntimeError
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise UserError(
+                f"the address {address}:{port} is already in use: choose another --rdzv-endpoint or MASTER_PORT"
+            ) from None
+        raise UserError(f"cannot meet the other ranks at {address}:{port}: {str(error).splitlines()[0]}") from None
+    return dist.PrefixStore(f"openwafer/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _check_size(size: int, config: SwarmConfig, num_csx: int) -> None:
+    found = size - config.num_memoryx
+    least = min(config.min_csx, num_csx)
+    if not least <= found <= num_csx:
+        raise UserError(
+            f"the world has {size} ranks, which leaves {found} workers beside num_memoryx {config.num_memoryx}; "
+            f"num_csx is {num_csx} and min_csx {config.min_csx}: start {config.num_memoryx + num_csx} ranks, or give "
+            f"other numbers"
+        )
+
+
+def _compare(hellos: list[dict[str, Any]]) -> None:
+    """All ranks run the same program on the same params."""
+    for rank, other in enumerate(hellos):
+        for key in ("version", "torch", "params", "machine", "threads"):
+            mine = next((hello[key] for hello in hellos if hello[key] is not None), None)
+            if other[key] is not None and other[key] != mine:
+                what = {"params": "other params", "threads": "another number of threads"}.get(key, f"another {key}")
+                raise UserError(
+                    f"rank {rank} on {other['host']} has {what} ({other[key]}) than rank 0 on {hellos[0]['host']} "
+                    f"({mine}): start all ranks with the same command and the same installation"
+                )
+
+
+def _digest(params: Mapping[str, Any]) -> str:
+    """Of what must be equal everywhere; where data and tiers lie may differ by host."""
+    kept = {section: values for section, values in params.items() if section not in ("data", "memoryx")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
