@@ -30,7 +30,11 @@ def reduce(total: int, workers: Iterable[Mapping[str, Parts]]) -> dict[str, Tens
     for worker in workers:
         for name, of_weight in worker.items():
             parts.setdefault(name, {}).update(of_weight)
-    return {name: combine(total, of_weight) for name, of_weight in parts.items()}
+    # A sum that is one part is still where it arrived, and the next Unit's will arrive there too.
+    return {
+        name: combine(total, of_weight) if len(of_weight) > 1 else next(iter(of_weight.values())).clone()
+        for name, of_weight in parts.items()
+    }
 
 
 def collected(hub: Hub, total: int) -> Iterator[tuple[Unit, dict[str, Tensor]]]:

@@ -10,7 +10,9 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Mapping
+import time
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ import openwafer
 from openwafer.errors import UserError
 from openwafer.swarmx.config import SwarmConfig
 
+_MEETING = datetime.timedelta(minutes=10)  # a busy host may take long to start processes
 _NEVER = datetime.timedelta(days=30)  # transfers wait for computing ranks; heartbeats find those that are lost
 
 
@@ -54,7 +57,9 @@ def is_distributed() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
-def join(config: SwarmConfig, num_csx: int, params: Mapping[str, Any], decide: Any) -> World:
+def join(
+    config: SwarmConfig, num_csx: int, params: Mapping[str, Any], decide: Callable[[int], dict[str, Any]]
+) -> World:
     """Meet the other ranks. `decide` is called on rank 0 with the number of workers; all ranks get what it gives."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found_csx = size - config.num_memoryx
@@ -62,22 +67,14 @@ def join(config: SwarmConfig, num_csx: int, params: Mapping[str, Any], decide: A
     hello = {"version": openwafer.__version__, "torch": torch.__version__, "params": _digest(params)}
     hello |= {"machine": platform.machine(), "host": f"{socket.gethostname()}:{os.getpid()}"}
     hello["threads"] = torch.get_num_threads() if rank >= config.num_memoryx else None
-    store.set(f"hello/{rank}", json.dumps(hello))
+    meeting = Meeting(store, rank, size)
     if rank == 0:
-        try:
-            hellos = [json.loads(store.get(f"hello/{other}")) for other in range(size)]
-            _check_size(size, config, num_csx)
-            _compare(hellos)
-            verdict = {"decision": decide(found_csx), "hosts": [other["host"] for other in hellos]}
-        except UserError as error:
-            verdict = {"error": str(error)}
-        store.set("verdict", json.dumps(verdict))
-    verdict = json.loads(store.get("verdict"))
+        verdict = meeting.lead(hello, lambda hellos: _verdict(hellos, config, num_csx, decide))
+    else:
+        verdict = meeting.attend(hello)
     if "error" in verdict:
-        store.set(f"left/{rank}", "1")
-        if rank == 0:
-            store.wait([f"left/{other}" for other in range(size)], datetime.timedelta(seconds=10))
         raise UserError(verdict["error"] if rank == 0 else f"rank 0 refused to start: {verdict['error']}")
+    store = dist.PrefixStore(f"openwafer/{verdict['round']}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_NEVER)
     everyone = list(range(size))
     return World(
@@ -101,7 +98,65 @@ def _rendezvous(rank: int, size: int) -> Any:
                 f"the address {address}:{port} is already in use: choose another --rdzv-endpoint or MASTER_PORT"
             ) from None
         raise UserError(f"cannot meet the other ranks at {address}:{port}: {str(error).splitlines()[0]}") from None
-    return dist.PrefixStore(f"openwafer/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store
+
+
+class Meeting:
+    """All ranks of one start find each other over a store that still holds what earlier starts left.
+
+    A rank writes what it is under a new random name; rank 0 answers to that name and takes only those for present
+    that say they heard it.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+
+    def attend(self, hello: dict[str, Any]) -> dict[str, Any]:
+        mine = uuid.uuid4().hex
+        self._store.set(f"join/{self._rank}", json.dumps({"name": mine, **hello}))
+        self._store.wait([f"heard/{mine}"], _MEETING)
+        number = self._store.get(f"heard/{mine}").decode()
+        self._store.set(f"present/{number}/{self._rank}", mine)
+        self._store.wait([f"verdict/{number}"], _MEETING)
+        return json.loads(self._store.get(f"verdict/{number}"))
+
+    def lead(self, hello: dict[str, Any], judge: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> dict[str, Any]:
+        number = uuid.uuid4().hex
+        hellos = {0: hello}
+        deadline = time.monotonic() + _MEETING.total_seconds()
+        while len(hellos) < self._size:
+            for rank in set(range(self._size)) - hellos.keys():
+                self._invite(number, rank, hellos)
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(self._size)) - hellos.keys())
+                raise UserError(f"rank {missing[0]} of {self._size} did not come: were all hosts started?")
+            time.sleep(0.02)
+        verdict = {"round": number, **judge([hellos[rank] for rank in range(self._size)])}
+        self._store.set(f"verdict/{number}", json.dumps(verdict))
+        return verdict
+
+    def _invite(self, number: str, rank: int, hellos: dict[int, dict[str, Any]]) -> None:
+        if not self._store.check([f"join/{rank}"]):
+            return
+        found = json.loads(self._store.get(f"join/{rank}"))
+        self._store.set(f"heard/{found['name']}", number)
+        key = f"present/{number}/{rank}"
+        if self._store.check([key]) and self._store.get(key).decode() == found["name"]:
+            hellos[rank] = found
+
+
+def _verdict(
+    hellos: list[dict[str, Any]], config: SwarmConfig, num_csx: int, decide: Callable[[int], dict[str, Any]]
+) -> dict[str, Any]:
+    try:
+        _check_size(len(hellos), config, num_csx)
+        _compare(hellos)
+        decision = decide(len(hellos) - config.num_memoryx)
+    except UserError as error:
+        return {"error": str(error)}
+    return {"decision": decision, "hosts": [hello["host"] for hello in hellos]}
 
 
 def _check_size(size: int, config: SwarmConfig, num_csx: int) -> None:

@@ -181,6 +181,7 @@ def _hold(config: JobConfig, world: World, wires: Wires) -> JobResult | None:
     """A store. The first runs the job, the others do as it says."""
     job = Job(config, NetworkWorkers(world, wires, config.train.seed))
     if world.rank == 0:
+        print("all here: " + ", ".join(map(world.name, range(len(world.hosts)))), file=sys.stderr, flush=True)
         result = job.run()
         for channel in wires.channels.values():
             channel.send(Message("command", {"do": STOP}))
