@@ -120,7 +120,7 @@ def make_streamed(config: ModelConfig, args: argparse.Namespace, max_norm: float
     names = [name for name in graph.buffers if name not in graph.constants]
     buffers = {n: t.to(DEVICE) for n, t in initialise(module, names, 0)}
     buffers = {n: t.to(graph.buffers[n].dtype) for n, t in buffers.items()}
-    link = CudaLink(store, DEVICE, num_gradient_buffers=len(graph.units) if max_norm else 16)
+    link = CudaLink(store, DEVICE, can_veto=max_norm is not None)
     engine = Streamed(graph, store, buffers, optimizer_config, lambda step: 1.0, 0, 0, link)
     return engine, link, graph.num_parameters
 

@@ -87,15 +87,22 @@ class Store:
 
     def is_resident(self, unit: Unit) -> bool:
         """Whether the arrays that hold the Unit's weights stay where they are."""
-        return all(isinstance(self._tiers[key], DramTier) for key in self.wires(unit))
+        return all(self.stays(key) for key in self.wires(unit))
 
     def wires(self, unit: Unit) -> list[Key]:
         """The flat arrays that hold the Unit's weights; the first is its own, unless it owns none."""
         return list(dict.fromkeys(self.segments[name][WIRE].key for name in unit.weights))
 
-    def flat(self, key: Key) -> Tensor:
-        """A flat array that stays in DRAM."""
+    def borrow(self, key: Key) -> Tensor:
+        """A flat array, to be read until `give_back`."""
         return self._tiers[key].load(key)
+
+    def give_back(self, key: Key) -> None:
+        self._tiers[key].release(key, changed=False)
+
+    def stays(self, key: Key) -> bool:
+        """Whether the array stays where it is after `give_back`."""
+        return isinstance(self._tiers[key], DramTier)
 
     # Updating
 

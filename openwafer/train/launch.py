@@ -11,6 +11,7 @@ from openwafer.errors import UserError
 from openwafer.swarmx.channel import RankLost
 from openwafer.swarmx.share import check_shares
 from openwafer.swarmx.world import is_distributed
+from openwafer.train.gpu import GpuWorker
 from openwafer.train.job import Job, JobConfig, JobResult
 from openwafer.train.rank import run_rank
 from openwafer.train.workers import LocalWorkers
@@ -18,9 +19,9 @@ from openwafer.train.workers import LocalWorkers
 
 def run(config: JobConfig) -> JobResult | None:
     """The whole run; under torchrun this rank's part of it, with a result on rank 0."""
+    train, swarmx = config.train, config.swarmx
     if is_distributed():
         return run_rank(config)
-    train, swarmx = config.train, config.swarmx
     if swarmx.num_memoryx > 1:
         raise UserError(
             f"num_memoryx {swarmx.num_memoryx}: on one host one process holds the weights; several are for many hosts, "
@@ -48,9 +49,13 @@ def run(config: JobConfig) -> JobResult | None:
 
 
 def _attempt(config: JobConfig, num_csx: int) -> JobResult:
-    if num_csx == 1:
+    workers: LocalWorkers | GpuWorker
+    if config.train.device == "cuda":
+        workers = GpuWorker(config.train.device_memory, config.optimizer)
+    elif num_csx == 1:
         return Job(config).run()
-    workers = LocalWorkers(num_csx, config.swarmx)
+    else:
+        workers = LocalWorkers(num_csx, config.swarmx)
     try:
         return Job(config, workers).run()
     finally:

@@ -47,15 +47,15 @@ class Streamed:
         swarm: Swarm | Follower | None = None,
     ) -> None:
         """`swarm`: the workers, where there is more than this one."""
-        self.graph = graph
+        self.link = link or DirectLink(store)
+        self.graph = graph = on_device(graph, self.link.device)
         self.store = store
-        self.buffers = dict(buffers)
+        self.buffers = {name: value.to(self.link.device) for name, value in buffers.items()}
         self.config = config
         self.schedule = schedule
         self.worker = swarm or Worker(graph, seed, recompute=recompute)
         self.swarm = swarm
         self.guard = guard.Guard(config)
-        self.link = link or DirectLink(store)
         self.num_steps_done = num_steps_done
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
@@ -142,6 +142,7 @@ class Streamed:
             return self.swarm.evaluate(micro_batches, graph, self.buffers)
         device = self.link.device
         local = [pytree.tree_map_only(Tensor, lambda t: t.to(device), dict(batch)) for batch in micro_batches]
+        graph = on_device(graph, device)
         values = [bind_inputs(graph, (), batch) for batch in local]
         buffers = {**graph.constants, **self.buffers}
         last_use = graph.last_use()
@@ -178,8 +179,15 @@ class Streamed:
 
     def _others(self) -> Iterator[tuple[str, Tensor]]:
         """What is not in the store: buffers are replaced, never changed, so they need no copy."""
-        yield from ((f"buffers/{name}", tensor) for name, tensor in self.buffers.items())
+        yield from ((f"buffers/{name}", tensor.cpu()) for name, tensor in self.buffers.items())
         yield guard.STATE, self.guard.tensor()
+
+
+def on_device(graph: Graph, device: torch.device) -> Graph:
+    """The graph with the literals of its code where it runs."""
+    if device.type == "cpu":
+        return graph
+    return dataclasses.replace(graph, constants={name: value.to(device) for name, value in graph.constants.items()})
 
 
 def fill(store: Store, values: Iterable[tuple[str, Tensor]]) -> None:

@@ -7,6 +7,9 @@ from openwafer.data.config import DataConfig
 from openwafer.errors import UserError
 from openwafer.graph import Graph, capture
 from openwafer.models.config import ModelConfig
+from openwafer.train.config import Precision
+
+DTYPES: dict[Precision, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 
 
 def context_of(model: ModelConfig, data: DataConfig) -> int:
@@ -20,6 +23,8 @@ def context_of(model: ModelConfig, data: DataConfig) -> int:
     return context
 
 
-def capture_text_model(module: nn.Module, micro_batch: int, context: int, *, training: bool) -> Graph:
+def capture_text_model(
+    module: nn.Module, micro_batch: int, context: int, dtype: torch.dtype | None, *, training: bool = True
+) -> Graph:
     ids = torch.zeros(micro_batch, context, dtype=torch.int64, device="meta")
-    return capture(module.train(training), (), {"input_ids": ids, "labels": ids.clone()})
+    return capture(module.train(training), (), {"input_ids": ids, "labels": ids.clone()}, dtype=dtype)

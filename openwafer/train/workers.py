@@ -1,49 +1,19 @@
 """The workers of a run, as the job needs them: memory for weights that reaches them, and a link to them."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from openwafer import checkpoint
 from openwafer.graph import Graph
 from openwafer.memoryx.config import MemoryConfig
-from openwafer.memoryx.optimizer import Optimizer
 from openwafer.memoryx.placement import Placement, open_tiers
 from openwafer.memoryx.store import Store
 from openwafer.memoryx.tier import Key, Tier
 from openwafer.swarmx.config import SwarmConfig
 from openwafer.swarmx.shared_memory import SharedTier
-from openwafer.swarmx.stripe import Stripe, stripes
-from openwafer.train.followers import Follower
 from openwafer.train.local_swarm import CsxPool, LocalSwarm, PoolConfig
 from openwafer.train.swarm import Swarm, SwarmLink
-
-
-class Workers(Protocol):
-    """Workers other than the process of the job itself."""
-
-    num_csx: int
-    threads: int  # of each
-
-    def latest(self, model_dir: Path) -> Path | None:
-        """The checkpoint to go on from."""
-        ...
-
-    def part(self, graph: Graph, optimizer: Optimizer) -> Stripe:
-        """What this store holds of the graph."""
-        ...
-
-    def open_tiers(self, placement: Placement, config: MemoryConfig) -> dict[Key, Tier]:
-        """Where this store's part lies."""
-        ...
-
-    def attach(
-        self, graph: Graph, store: Store, seed: int, options: Mapping[str, Any]
-    ) -> tuple[SwarmLink, Swarm | Follower]:
-        """The workers take up the graph; returns when all are ready."""
-        ...
 
 
 class LocalWorkers:
@@ -55,12 +25,6 @@ class LocalWorkers:
         self.pool = CsxPool(PoolConfig(num_csx=num_csx, threads=self.threads, timeout_s=config.lost_after))
         self._swarm: LocalSwarm | None = None
         self._link: SwarmLink | None = None
-
-    def latest(self, model_dir: Path) -> Path | None:
-        return checkpoint.latest(model_dir)
-
-    def part(self, graph: Graph, optimizer: Optimizer) -> Stripe:
-        return stripes(graph, optimizer, 1)[0]
 
     def open_tiers(self, placement: Placement, config: MemoryConfig) -> dict[Key, Tier]:
         """Tiers whose weights every worker can read."""
