@@ -28,7 +28,7 @@ class Port(Protocol):
         """The next message of this kind from the first store."""
         ...
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: Message, /) -> None:
         """To the first store."""
         ...
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
-import openwafer
 from openwafer.errors import UserError
 from openwafer.swarmx.config import SwarmConfig
 
@@ -58,13 +59,17 @@ def is_distributed() -> bool:
 
 
 def join(
-    config: SwarmConfig, num_csx: int, params: Mapping[str, Any], decide: Callable[[int], dict[str, Any]]
+    config: SwarmConfig,
+    num_csx: int,
+    params: Mapping[str, Any],
+    version: str,
+    decide: Callable[[int], dict[str, Any]],
 ) -> World:
     """Meet the other ranks. `decide` is called on rank 0 with the number of workers; all ranks get what it gives."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found_csx = size - config.num_memoryx
     store = _rendezvous(rank, size)
-    hello = {"version": openwafer.__version__, "torch": torch.__version__, "params": _digest(params)}
+    hello = {"version": version, "torch": torch.__version__, "params": _digest(params)}
     hello |= {"machine": platform.machine(), "host": f"{socket.gethostname()}:{os.getpid()}"}
     hello["threads"] = torch.get_num_threads() if rank >= config.num_memoryx else None
     meeting = Meeting(store, rank, size)
@@ -74,7 +79,7 @@ def join(
         verdict = meeting.attend(hello)
     if "error" in verdict:
         raise UserError(verdict["error"] if rank == 0 else f"rank 0 refused to start: {verdict['error']}")
-    store = dist.PrefixStore(f"openwafer/{verdict['round']}", store)
+    store = PrefixStore(f"openwafer/{verdict['round']}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_NEVER)
     everyone = list(range(size))
     return World(
@@ -91,7 +96,7 @@ def join(
 def _rendezvous(rank: int, size: int) -> Any:
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=datetime.timedelta(seconds=300)))
+        store, _, _ = next(rendezvous("env://", rank, size, timeout=datetime.timedelta(seconds=300)))
     except (RuntimeError, OSError) as error:  # DistNetworkError is a RuntimeError
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise UserError(

@@ -39,7 +39,7 @@ def run_rank(config: JobConfig) -> JobResult | None:
     if swarmx.csx_threads is not None:
         torch.set_num_threads(swarmx.csx_threads)
     swarmx.check(train.num_csx)
-    world = join(swarmx, train.num_csx, config.params, functools.partial(_decide, config))
+    world = join(swarmx, train.num_csx, config.params, _version(), functools.partial(_decide, config))
     waits = Waits()
     wires = Wires(world, swarmx.lost_after, waits.status)
     status = [1]  # the exit status; filled below
@@ -57,6 +57,12 @@ def run_rank(config: JobConfig) -> JobResult | None:
     finally:
         wires.close()
     return result
+
+
+def _version() -> str:
+    import openwafer
+
+    return openwafer.__version__
 
 
 def _decide(config: JobConfig, num_csx: int) -> dict[str, Any]:
