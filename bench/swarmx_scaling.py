@@ -1,6 +1,6 @@
 """SwarmX on one host: two workers against one and against PyTorch DDP, memory of N workers, and many workers.
 
-    python bench/swarmx_scaling.py [--part scaling|memory|many] [--steps 8] [--hidden_size 512] [--layers 4]
+    python bench/swarmx_scaling.py [--part scaling|memory|many] [--steps 4] [--hidden_size 512] [--layers 4]
 
 scaling: one thread per worker; the same model, batch and steps, nothing recomputed on either side. DDP is PyTorch's
 with gloo, gradients summed over the same number of samples, and the same fused AdamW. Runs take turns, and the
@@ -154,15 +154,15 @@ class Ddp:
 
 def scaling(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    setup = Setup(args.hidden_size, args.layers, 128, 8, 2048)
+    setup = Setup(args.hidden_size, args.layers, args.context, args.micro_batches, 2048)
     one = engine(setup, None, recompute=False)
     workers = LocalWorkers(2, SwarmConfig(csx_threads=1))
     two = engine(setup, workers, recompute=False)
     ddp = Ddp(setup, 2)
     found: dict[str, list[float]] = {"one": [], "two": [], "ddp": []}
     try:
-        for measured in (False, True, True, True):  # the first round warms up
-            count = args.steps if measured else 2
+        for measured in (False, *[True] * args.rounds):  # the first round warms up
+            count = args.steps if measured else 1
             rounds = {"one": timed_steps(one, setup, count), "two": timed_steps(two, setup, count)}
             rounds["ddp"] = ddp.steps(count)
             for name, times in rounds.items():
@@ -174,7 +174,7 @@ def scaling(args: argparse.Namespace) -> dict[str, Any]:
     best = {name: min(times) for name, times in found.items()}
     return {
         "parameters": one.graph.num_parameters,
-        "tokens_per_step": 8 * MICRO_BATCH * 128,
+        "tokens_per_step": args.micro_batches * MICRO_BATCH * args.context,
         "median_s": seconds,
         "best_s": best,
         "two_against_one": seconds["one"] / seconds["two"],
@@ -188,7 +188,7 @@ def scaling(args: argparse.Namespace) -> dict[str, Any]:
 def memory(args: argparse.Namespace) -> dict[str, Any]:
     """Proportional set size: a page that several processes map counts once, in equal parts."""
     torch.set_num_threads(1)
-    setup = Setup(1024, 8, 16, 4, 8192)
+    setup = Setup(768, 4, 16, 4, 8192)
     found = {}
     for count in (1, 2, 4):
         workers = LocalWorkers(count, SwarmConfig(csx_threads=1))
@@ -250,7 +250,10 @@ def many(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=("scaling", "memory", "many"), default="scaling")
-    parser.add_argument("--steps", type=int, default=8, help="steps per round, of three rounds")
+    parser.add_argument("--steps", type=int, default=4, help="steps per round")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, in which all take turns")
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--micro_batches", type=int, default=4)
     parser.add_argument("--hidden_size", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     args = parser.parse_args()
