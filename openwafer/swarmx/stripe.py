@@ -40,8 +40,8 @@ def stripes(graph: Graph, optimizer: Optimizer, num_stores: int) -> list[Stripe]
         whole = {name: range(weight.spec.num_elements) for name, weight in graph.weights.items()}
         return [Stripe(graph, whole, frozenset(whole))]
     ranges: list[dict[str, range]] = [{} for _ in range(num_stores)]
+    loads = [0] * num_stores
     for unit in graph.units:
-        loads = [0] * num_stores
         for weight in graph.owned(unit):
             size = weight.spec.num_elements
             cuts = _cuts(size, loads) if _is_elementwise(optimizer, weight.spec.shape) else _home(size, loads)
@@ -67,7 +67,7 @@ def check_stripes(graph: Graph, num_stores: int) -> None:
 
 
 def _cuts(size: int, loads: list[int]) -> list[range]:
-    """Whole blocks, so that the stores that hold least of the Unit so far get most."""
+    """Whole blocks for all stores alike; those that hold least so far get one more where it does not come out even."""
     blocks = -(-size // BLOCK_ELEMENTS)
     num_stores = len(loads)
     order = sorted(range(num_stores), key=lambda store: (loads[store], store))

@@ -68,13 +68,14 @@ def join(
     """Meet the other ranks. `decide` is called on rank 0 with the number of workers; all ranks get what it gives."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found_csx = size - config.num_memoryx
+    _check_size(size, config, num_csx)
     store = _rendezvous(rank, size)
     hello = {"version": version, "torch": torch.__version__, "params": _digest(params)}
     hello |= {"machine": platform.machine(), "host": f"{socket.gethostname()}:{os.getpid()}"}
     hello["threads"] = torch.get_num_threads() if rank >= config.num_memoryx else None
     meeting = Meeting(store, rank, size)
     if rank == 0:
-        verdict = meeting.lead(hello, lambda hellos: _verdict(hellos, config, num_csx, decide))
+        verdict = meeting.lead(hello, lambda hellos: _verdict(hellos, config, decide))
     else:
         verdict = meeting.attend(hello)
     if "error" in verdict:
@@ -153,10 +154,9 @@ class Meeting:
 
 
 def _verdict(
-    hellos: list[dict[str, Any]], config: SwarmConfig, num_csx: int, decide: Callable[[int], dict[str, Any]]
+    hellos: list[dict[str, Any]], config: SwarmConfig, decide: Callable[[int], dict[str, Any]]
 ) -> dict[str, Any]:
     try:
-        _check_size(len(hellos), config, num_csx)
         _compare(hellos)
         decision = decide(len(hellos) - config.num_memoryx)
     except UserError as error:

@@ -50,7 +50,7 @@ class Followers:
         self.tell(Message("command", {"do": "step"}))
 
     def all_squares(self, parts: list[Tensor]) -> list[Tensor]:
-        everyone = [torch.cat(parts)]
+        everyone = [torch.cat(parts) if parts else torch.zeros(0)]
         for channel in self._channels:
             everyone.append(self._mailbox.get(channel.peer.rank, "squares").tensors["squares"])
         self.tell(Message("squares", {}, {"squares": torch.cat(everyone)}))
