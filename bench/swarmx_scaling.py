@@ -3,8 +3,8 @@
     python bench/swarmx_scaling.py [--part scaling|memory|many] [--steps 4] [--hidden_size 512] [--layers 4]
 
 scaling: one thread per worker; the same model, batch and steps, nothing recomputed on either side. DDP is PyTorch's
-with gloo, gradients summed over the same number of samples, and the same fused AdamW. Runs take turns, and the
-median step of each counts. Gradients are accumulated under `no_sync` on DDP's side, as its users do.
+with gloo, gradients summed over the same samples and accumulated under `no_sync`, and the same fused AdamW. Runs take
+turns, and the median step of each counts. On a busy machine the seconds of CPU say more than those of the clock.
 memory: what N workers hold together (proportional set size), and how much of that is weights.
 many: 8 and 16 workers on a tiny model for 200 steps, and whether their weights are those of one worker.
 """
@@ -105,7 +105,9 @@ def ddp_rank(rank: int, size: int, port: int, setup: Setup, commands: Any, times
     ]
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=(0.9, 0.95), fused=True)
     while (steps := commands.get()) is not None:
-        times.put([ddp_step(model, optimizer, setup, rank, size, step) for step in range(steps)])
+        began = time.process_time()
+        seconds = [ddp_step(model, optimizer, setup, rank, size, step) for step in range(steps)]
+        times.put((seconds, time.process_time() - began))
     dist.destroy_process_group()
 
 
@@ -140,10 +142,14 @@ class Ddp:
         for process in self._processes:
             process.start()
 
-    def steps(self, count: int) -> list[float]:
+    def steps(self, count: int) -> tuple[list[float], float]:
+        """Seconds of each step, and seconds of CPU of all processes together."""
         for commands in self._commands:
             commands.put(count)
-        return [max(together) for together in zip(*(times.get() for times in self._times), strict=True)]
+        found = [times.get() for times in self._times]
+        return [max(together) for together in zip(*(seconds for seconds, _ in found), strict=True)], sum(
+            cpu for _, cpu in found
+        )
 
     def close(self) -> None:
         for commands in self._commands:
@@ -160,13 +166,18 @@ def scaling(args: argparse.Namespace) -> dict[str, Any]:
     two = engine(setup, workers, recompute=False)
     ddp = Ddp(setup, 2)
     found: dict[str, list[float]] = {"one": [], "two": [], "ddp": []}
+    cpu_s = dict.fromkeys(found, 0.0)
     try:
         for measured in (False, *[True] * args.rounds):  # the first round warms up
             count = args.steps if measured else 1
-            rounds = {"one": timed_steps(one, setup, count), "two": timed_steps(two, setup, count)}
-            rounds["ddp"] = ddp.steps(count)
-            for name, times in rounds.items():
-                found[name] += times if measured else []
+            rounds = {
+                "one": with_cpu(one, setup, count, []),
+                "two": with_cpu(two, setup, count, workers.pool.process_ids),
+                "ddp": ddp.steps(count),
+            }
+            for name, (times, cpu) in rounds.items() if measured else ():
+                found[name] += times
+                cpu_s[name] += cpu / (count * args.rounds)
     finally:
         ddp.close()
         workers.close()
@@ -177,12 +188,28 @@ def scaling(args: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_step": args.micro_batches * MICRO_BATCH * args.context,
         "median_s": seconds,
         "best_s": best,
+        "cpu_s_per_step_of_all_processes": cpu_s,
+        # What two idle cores would give: the work of all processes spread over them.
+        "two_against_one_by_cpu": cpu_s["one"] / (cpu_s["two"] / 2),
+        "two_against_ddp_by_cpu": cpu_s["two"] / cpu_s["ddp"],
         "two_against_one": seconds["one"] / seconds["two"],
         "two_against_one_best": best["one"] / best["two"],
         "two_against_ddp": seconds["two"] / seconds["ddp"],
         "two_against_ddp_best": best["two"] / best["ddp"],
         "load_average": os.getloadavg()[0],
     }
+
+
+def with_cpu(trained: Streamed, setup: Setup, steps: int, others: list[int]) -> tuple[list[float], float]:
+    """Seconds of each step, and the seconds of CPU that this process and others spent on them."""
+    before = time.process_time() + sum(map(cpu_of, others))
+    result = timed_steps(trained, setup, steps)
+    return result, time.process_time() + sum(map(cpu_of, others)) - before
+
+
+def cpu_of(pid: int) -> float:
+    fields_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields_[11]) + int(fields_[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def memory(args: argparse.Namespace) -> dict[str, Any]:
