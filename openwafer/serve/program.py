@@ -122,7 +122,7 @@ Weights = dict[str, Matrix | torch.Tensor]  # matrices of linear layers and embe
 
 
 def build_program(config: ModelConfig, weights: Weights) -> Program:
-    """`weights` by their names in our modules (a tied head has none of its own); matrices that are joined are taken out.
+    """`weights` by their names in our modules (a tied head has none of its own); joined matrices are taken out.
 
     Whoever keeps no other reference then never holds a matrix twice.
     """
