@@ -52,12 +52,15 @@ def open_engine(
 
 
 def _open_runner(stored: StoredModel, config: EngineConfig) -> Runner:
+    from openwafer.kernels.compiled import NoCompiler
     from openwafer.serve.loading import load_program
+    from openwafer.serve.native import NativeRunner
     from openwafer.serve.reference import ReferenceRunner
 
     program = load_program(stored, config)
     shape = stored.config
-    token_bytes = shape.num_hidden_layers * 2 * shape.kv_heads * shape.head_size * 4
+    half_cache = program.is_packed
+    token_bytes = shape.num_hidden_layers * 2 * shape.kv_heads * shape.head_size * (2 if half_cache else 4)
     num_blocks = config.kv_cache // (token_bytes * BLOCK_SIZE)
     # More blocks than all requests together can fill would only cost memory.
     num_blocks = min(num_blocks, config.max_running * -(-shape.max_position_embeddings // BLOCK_SIZE))
@@ -66,7 +69,17 @@ def _open_runner(stored: StoredModel, config: EngineConfig) -> Runner:
             f"kv_cache {config.kv_cache} is too small: {BLOCK_SIZE} tokens of this model need "
             f"{token_bytes * BLOCK_SIZE} bytes"
         )
-    return ReferenceRunner(program, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    try:
+        return NativeRunner(
+            program,
+            num_blocks=num_blocks,
+            max_rows=config.max_step_tokens,
+            half_cache=half_cache,
+            num_threads=config.num_threads,
+        )
+    except NoCompiler as error:
+        _log.warning("%s: the model runs in PyTorch, row by row and much slower", error)
+        return ReferenceRunner(program, num_blocks=num_blocks, block_size=BLOCK_SIZE)
 
 
 class LocalEngine:
