@@ -70,7 +70,7 @@ class Matrix:
         columns: int,
         wide: bool = False,
     ) -> "Matrix":
-        """bytes_ uint8 [rows, n, 32], or [rows, n, 16] with input i in the low and i + 16 in the high half of byte i."""
+        """bytes_ uint8 [rows, n, 32]; or [rows, n, 16], input i in the low and i + 16 in the high half of byte i."""
         rows = scales.shape[0]
         fill = -rows % GROUP
         words = F.pad(bytes_, (0, 0, 0, 0, 0, fill)).contiguous().view(torch.int32)  # four inputs are one word
@@ -81,7 +81,9 @@ class Matrix:
             F.pad(part.to(kind), (0, 0, 0, fill)).unflatten(0, (-1, GROUP)).transpose(1, 2).contiguous()
             for part in parts
         ]
-        data = torch.cat([*(head.view(torch.int32) for head in heads), words.flatten(2)], dim=2)
+        # Flat on the way: a dim of size 1 may have a stride that no other dtype can be seen through.
+        heads = [head.flatten().view(torch.int32).view(*head.shape[:2], -1) for head in heads]
+        data = torch.cat([*heads, words.flatten(2)], dim=2)
         return cls("q8" if offsets is None else "q4", rows, columns, data.view(torch.uint8), wide)
 
     @classmethod
