@@ -50,7 +50,9 @@ def test_logits_are_those_of_the_model(name: str) -> None:
     np.testing.assert_allclose(feed(reference, [30, 1, 14]), expected, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "bf16"}, {"dtype": "fp16"}])
+@pytest.mark.parametrize(
+    "options", [{"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "bf16"}, {"dtype": "fp16"}]
+)
 @pytest.mark.parametrize("name", ["qwen2", "gpt", "odd"])
 def test_packed_weights_give_the_logits_of_the_definition(name: str, options: dict[str, str]) -> None:
     program = tiny_program(CONFIGS[name], **options)
