@@ -4,7 +4,7 @@ Weights, buffers and values are dicts by name. Nothing here knows where weights 
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ def bind_inputs(graph: Graph, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
         if name is None:
             continue
         spec = graph.values[name]
+        if tensor.dtype == torch.float32 and spec.dtype.is_floating_point:
+            tensor = tensor.to(spec.dtype)  # captured in another precision, as `capture(dtype=...)` does
         if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
             raise UserError(
                 f"input {name!r} was captured as {spec.dtype} {list(spec.shape)}, "
@@ -90,15 +92,29 @@ def backward_unit(
     """
     if seed is not None and unit.function.is_random:
         seed(unit)
-    wanted = needs_gradient(graph)
+    leaves, inputs = leaves_of(graph, unit, weights, values)
     with torch.enable_grad():
-        leaves = {
-            name: weights[name].detach().requires_grad_(graph.weights[name].requires_grad) for name in unit.weights
-        }
-        inputs = {name: values[name].detach().requires_grad_(name in wanted) for name in unit.inputs}
         outputs, _ = unit.function(
             list(leaves.values()), [buffers[name] for name in unit.buffers], list(inputs.values())
         )
+    return pull_back(unit, leaves, inputs, outputs, gradients)
+
+
+def leaves_of(
+    graph: Graph, unit: Unit, weights: Tensors, values: Tensors
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A Unit's weights and inputs as leaves of a new autograd graph."""
+    wanted = needs_gradient(graph)
+    return (
+        {name: weights[name].detach().requires_grad_(graph.weights[name].requires_grad) for name in unit.weights},
+        {name: values[name].detach().requires_grad_(name in wanted) for name in unit.inputs},
+    )
+
+
+def pull_back(
+    unit: Unit, leaves: Tensors, inputs: Tensors, outputs: Sequence[Tensor], gradients: Tensors
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of `leaves` and of `inputs` from those of the outputs that were computed from them."""
     heads = [(o, gradients[n]) for n, o in zip(unit.outputs, outputs, strict=True) if n in gradients]
     heads = [(output, gradient) for output, gradient in heads if output.requires_grad]
     sources = {n: t for n, t in [*leaves.items(), *inputs.items()] if t.requires_grad}
@@ -108,8 +124,9 @@ def backward_unit(
         [output for output, _ in heads], list(sources.values()), [g for _, g in heads], allow_unused=True
     )
     named = {name: g for name, g in zip(sources, found, strict=True) if g is not None}
+    # Laid out as the weights are: optimizer kernels go through both without looking at strides.
     return (
-        {name: g for name, g in named.items() if name in leaves},
+        {name: g.contiguous() for name, g in named.items() if name in leaves},
         {name: g for name, g in named.items() if name in inputs},
     )
 

@@ -7,17 +7,20 @@ and the last one being written.
 
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from openwafer.direct_io import BLOCK_BYTES, rounded_up
+from torch import Tensor
+
+from openwafer.direct_io import BLOCK_BYTES, aligned_bytes, rounded_up
 from openwafer.errors import UserError
 from openwafer.graph import Graph
 from openwafer.memoryx.config import MemoryConfig
 from openwafer.memoryx.flash import FlashTier
 from openwafer.memoryx.optimizer import Optimizer
-from openwafer.memoryx.store import FieldSpec, fields, layout
+from openwafer.memoryx.snapshot import PIECE_BYTES
+from openwafer.memoryx.store import FieldSpec, Wire, fields, layout
 from openwafer.memoryx.tier import DramTier, Key, Tier
 
 # Buffers for this many times the largest Unit on flash let reads, work and writes overlap; one time is enough to run.
@@ -47,9 +50,9 @@ class Placement:
         return text
 
 
-def place(graph: Graph, optimizer: Optimizer, config: MemoryConfig) -> Placement:
+def place(graph: Graph, optimizer: Optimizer, config: MemoryConfig, wire: Wire = "fp32") -> Placement:
     """Decide, or say how much memory is missing."""
-    specs = fields(graph, optimizer)
+    specs = fields(graph, optimizer, wire)
     total = sum(spec.num_bytes for spec in specs)
     if config.dram is None or total <= config.dram:
         keys = frozenset(spec.key for spec in specs)
@@ -72,16 +75,25 @@ def place(graph: Graph, optimizer: Optimizer, config: MemoryConfig) -> Placement
     )
 
 
-def open_tiers(placement: Placement, config: MemoryConfig) -> dict[Key, Tier]:
-    """The tier of each key. Whoever opens them closes them, see `close_tiers`."""
+def open_tiers(
+    placement: Placement,
+    config: MemoryConfig,
+    *,
+    make_dram: Callable[[int | None], DramTier] = DramTier,
+    allocate: Callable[[int], Tensor] = aligned_bytes,
+) -> dict[Key, Tier]:
+    """The tier of each key. Whoever opens them closes them, see `close_tiers`.
+
+    `make_dram` is given the bytes for snapshots; `allocate` makes the buffers of what is on flash.
+    """
     snapshot = config.snapshot
     if snapshot is None and config.dram is not None:
         snapshot = config.dram // _SNAPSHOT_SHARE
-    dram = DramTier(snapshot)
+    dram = make_dram(snapshot)
     tiers: dict[Key, Tier] = dict.fromkeys(placement.dram, dram)
     if placement.flash:
         assert config.flash is not None
-        flash = FlashTier(config.flash, placement.pool_bytes)
+        flash = FlashTier(config.flash, placement.pool_bytes, allocate=allocate)
         try:
             _check_space(config.flash, placement.flash_bytes)
         except UserError:
@@ -89,6 +101,21 @@ def open_tiers(placement: Placement, config: MemoryConfig) -> dict[Key, Tier]:
             raise
         tiers |= dict.fromkeys(placement.flash, flash)
     return tiers
+
+
+def check_space_to_save(placement: Placement, config: MemoryConfig) -> None:
+    """For a run that trains while a checkpoint is written: what changes meanwhile is on flash twice. The tiers are
+    open and nothing is on flash yet."""
+    if not placement.flash:
+        return
+    assert config.flash is not None
+    free, needed = shutil.disk_usage(config.flash).free, 2 * placement.flash_bytes
+    if free < needed:
+        raise UserError(
+            f"flash folder {config.flash} has {shown(free)} free, {shown(needed)} are needed: training goes on while "
+            "a checkpoint is written, and what it changes is then there twice; free some space, choose another "
+            "folder, raise --dram, or leave out --checkpoint_every to save only at the end"
+        )
 
 
 def close_tiers(tiers: Mapping[Key, Tier]) -> None:
@@ -171,12 +198,12 @@ def _pool_bytes(specs: Iterable[FieldSpec], keys: frozenset[Key]) -> int:
 
 
 def _reader_bytes(graph: Graph, optimizer: Optimizer) -> int:
-    """A checkpoint reads one weight of one field at a time."""
+    """A checkpoint reads one weight of one field at a time, through a piece of it if it is large."""
     largest = 0
     for parts in layout(graph, optimizer).values():
         for segment in parts.values():
             largest = max(largest, 4 * math.prod(segment.shape))
-    return rounded_up(largest) + BLOCK_BYTES
+    return rounded_up(largest) + min(rounded_up(largest), PIECE_BYTES) + BLOCK_BYTES
 
 
 def _check_space(folder: Path, num_bytes: int) -> None:

@@ -17,29 +17,30 @@ from typing import Any
 
 import torch
 
-from openwafer import checkpoint
+from openwafer import checkpoint, timeline
 from openwafer.data.batches import Batches
 from openwafer.data.config import DataConfig
 from openwafer.data.prepare import folder_of
 from openwafer.data.shards import Shards
 from openwafer.errors import UserError
 from openwafer.graph import Graph, capture
-from openwafer.graph.deferred import deferred, initialise
+from openwafer.graph.compiled import compiled
+from openwafer.graph.deferred import deferred
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.groups import with_groups
-from openwafer.memoryx.optimizer import make_optimizer
-from openwafer.memoryx.placement import close_tiers, open_tiers, place
-from openwafer.memoryx.store import Store
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
-from openwafer.train import guard
-from openwafer.train.config import TrainConfig
+from openwafer.swarmx.config import SwarmConfig
+from openwafer.train.assembly import DTYPES, Assembly, Plan
+from openwafer.train.config import TraceConfig, TrainConfig
 from openwafer.train.engine import MicroBatch
+from openwafer.train.gpu import GpuWorker
 from openwafer.train.metrics import MetricsLog, StepMetrics
 from openwafer.train.progress import ProgressDisplay
+from openwafer.train.resume import changes
 from openwafer.train.saver import Saver
 from openwafer.train.schedule import ScheduleConfig
-from openwafer.train.streamed import Streamed, fill, restore
+from openwafer.train.workers import LocalWorkers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,8 @@ class JobConfig:
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     memoryx: MemoryConfig = field(default_factory=MemoryConfig)
+    swarmx: SwarmConfig = field(default_factory=SwarmConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     params: dict[str, Any]  # stored in checkpoints, so that they can be served and compared
 
 
@@ -69,10 +72,10 @@ class JobResult:
 class Job:
     """One run in one model_dir."""
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self, config: JobConfig, workers: LocalWorkers | GpuWorker | None = None) -> None:
+        """`workers` compute, where it is not simply this process on the CPU; whoever made them closes them."""
         train = config.train
-        if train.device == "cuda":
-            raise UserError("device cuda: training on a GPU does not work yet; use --device cpu")
+        self.workers = workers
         self.config = config
         folder = folder_of(config.data, config.model.vocab_size)
         self.train_shards = Shards.open(folder, "train", verify=config.data.verify)
@@ -87,20 +90,33 @@ class Job:
         self.context = context
         with deferred():
             self.module = build(config.model)
-        self.graph = with_groups(self._capture(training=True), config.optimizer.groups)
         self.resumed = checkpoint.latest(train.model_dir)
         if train.mode == "eval" and self.resumed is None:
             raise UserError(
                 f"{train.model_dir} has no checkpoint to evaluate: train first, or name another --model_dir"
             )
-        self.kept_meta: dict[str, Any] = {}  # filled from the checkpoint: what came with imported weights
-        self.placement = place(self.graph, make_optimizer(config.optimizer), config.memoryx)
-        self.tiers = open_tiers(self.placement, config.memoryx)
-        try:
-            self.engine = self._engine()
-        except BaseException:
-            close_tiers(self.tiers)
-            raise
+        stored = None if self.resumed is None else checkpoint.Checkpoint.open(self.resumed)
+        self.kept_meta: dict[str, Any] = {}  # what came with imported weights
+        if stored is not None:
+            for line in changes(str(self.resumed), stored.step, stored.meta["params"], config.params):
+                _say(line)
+            self._check_same_tokens(stored)
+            self.kept_meta = {key: value for key, value in stored.meta.items() if key != "params"}
+        self.micro_batch = self._micro_batch(stored)
+        self.graph = with_groups(self._capture(self.micro_batch), config.optimizer.groups)
+        plan = Plan(
+            graph=self.graph,
+            module=self.module,
+            optimizer=config.optimizer,
+            schedule=config.schedule.build(train.num_steps),
+            memory=config.memoryx,
+            precision=train.precision,
+            seed=train.seed,
+            options={"recompute": train.recompute},
+            saves_while_training=train.mode != "eval" and train.checkpoint_every is not None,
+        )
+        self.assembly = Assembly(plan, workers, stored)
+        self.engine = self.assembly.engine
 
     def run(self) -> JobResult:
         """What `mode` asks for; afterwards the job is over."""
@@ -110,7 +126,7 @@ class Job:
                 return self._result(None, self._evaluate(), None)
             return self._fit()
         finally:
-            close_tiers(self.tiers)
+            self.assembly.close()
 
     def _fit(self) -> JobResult:
         train, engine = self.config.train, self.engine
@@ -120,13 +136,21 @@ class Job:
         with (
             _closing(saver),
             MetricsLog(train.model_dir, resumed_step=engine.num_steps_done) as log,
-            ProgressDisplay(train.num_steps, start=engine.num_steps_done, every=train.log_every) as display,
+            ProgressDisplay(
+                train.num_steps,
+                start=engine.num_steps_done,
+                every=train.log_every,
+                workers=engine.swarm.lines if engine.swarm else tuple,
+            ) as display,
+            self._timeline() as times,
             _interruptible() as interrupted,
         ):
             while engine.num_steps_done < train.num_steps and not interrupted:
-                began = time.perf_counter()
-                result = engine.step(self._micro_batches(self.batches, engine.num_steps_done))
-                loss, rate = result.loss, train.batch_size * self.context / (time.perf_counter() - began)
+                with times.step(engine.num_steps_done + 1) as spent:
+                    with times.span(timeline.DATA, "batch"):
+                        micro_batches = self._micro_batches(self.batches, engine.num_steps_done)
+                    result = engine.step(micro_batches)
+                loss, rate = result.loss, train.batch_size * self.context / spent.seconds
                 eval_loss = self._evaluate() if self._is_due(train.eval_every) else None
                 metrics = StepMetrics(
                     step=engine.num_steps_done,
@@ -136,6 +160,9 @@ class Job:
                     tokens_per_s=rate,
                     time=time.time(),
                     eval_loss=eval_loss,
+                    **self._traffic(),
+                    step_s=spent.seconds,
+                    spent_s=spent.by_lane,
                 )
                 log.write(metrics)
                 display.update(metrics)
@@ -153,6 +180,18 @@ class Job:
             eval_loss = self._evaluate()
         return self._result(loss, eval_loss, rate)
 
+    def _traffic(self) -> dict[str, Any]:
+        """What went over the fabric in the last step."""
+        swarm = self.engine.swarm
+        if swarm is None or swarm.report is None:
+            return {}
+        report = swarm.report
+        return {"broadcast_bytes": report.broadcast_bytes, "reduced_bytes": report.reduced_bytes, "csx": report.csx}
+
+    def _timeline(self) -> timeline.Timeline:
+        steps = self.config.trace.trace_steps or (None,)
+        return timeline.Timeline(self.config.trace.trace, steps[0], steps[-1])
+
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.engine.num_steps_done % every == 0
 
@@ -167,50 +206,24 @@ class Job:
 
     # Model and state
 
-    def _capture(self, training: bool) -> Graph:
-        ids = torch.zeros(self.config.train.micro_batch, self.context, dtype=torch.int64, device="meta")
-        return capture(self.module.train(training), (), {"input_ids": ids, "labels": ids.clone()})
+    def _capture(self, micro_batch: int, *, training: bool = True) -> Graph:
+        ids = torch.zeros(micro_batch, self.context, dtype=torch.int64, device="meta")
+        inputs = {"input_ids": ids, "labels": ids.clone()}
+        graph = capture(self.module.train(training), (), inputs, dtype=DTYPES[self.config.train.precision])
+        return compiled(graph, torch.device(self.config.train.device)) if self.config.train.compile else graph
 
-    def _engine(self) -> Streamed:
-        """From the last checkpoint if there is one, else the model's own initialisation."""
-        config, seed = self.config, self.config.train.seed
-        optimizer = make_optimizer(config.optimizer)
-        store = Store(self.graph, optimizer, self.tiers)
-        buffers = [name for name in self.graph.buffers if name not in self.graph.constants]
-        schedule = config.schedule.build(config.train.num_steps)
-        if self.resumed is None:
-            fill(store, initialise(self.module, self.graph.weights, seed))
-            values = dict(initialise(self.module, buffers, seed))
-            return Streamed(self.graph, store, values, config.optimizer, schedule, seed)
-        stored = checkpoint.Checkpoint.open(self.resumed)
-        self._check_same_model(stored)
-        self._check_same_tokens(stored)
-        names = set(stored.names())
-        restore(store, stored.read, with_state=stored.step > 0)
-        # Imported weights come without the buffers that the model computes for itself.
-        values = dict(initialise(self.module, [name for name in buffers if f"buffers/{name}" not in names], seed))
-        values |= {name: stored.read(f"buffers/{name}") for name in buffers if name not in values}
-        engine = Streamed(self.graph, store, values, config.optimizer, schedule, seed, num_steps_done=stored.step)
-        if guard.STATE in names:
-            engine.guard.restore(stored.read(guard.STATE))
-        self.kept_meta = {key: value for key, value in stored.meta.items() if key != "params"}
-        return engine
-
-    def _check_same_model(self, stored: checkpoint.Checkpoint) -> None:
-        kinds = [params.get("optimizer", {}).get("kind") for params in (stored.meta["params"], self.config.params)]
-        if stored.step > 0 and None not in kinds and kinds[0] != kinds[1]:
-            raise UserError(
-                f"{self.resumed} was trained with the optimizer {kinds[0]}, not {kinds[1]}, whose state it has not: "
-                f"go on with {kinds[0]}, or start anew in another --model_dir"
-            )
-        before, now = stored.meta["params"]["model"], self.config.params["model"]
-        changed = [key for key in now if now[key] != before.get(key)]
-        if changed:
-            key = changed[0]
-            raise UserError(
-                f"{self.resumed} holds another model ({key} was {before.get(key)}, is {now[key]}): "
-                "use another --model_dir, or the params it was trained with"
-            )
+    def _micro_batch(self, stored: checkpoint.Checkpoint | None) -> int:
+        """The given one, the one the run began with (another would change its bits), or what fits the device."""
+        train = self.config.train
+        if not isinstance(self.workers, GpuWorker):
+            return train.micro_batch
+        before = {} if stored is None else stored.meta["params"].get("train", {})
+        size = train.micro_batch_size
+        if size is None and before.get("batch_size") == train.batch_size:
+            size = before.get("micro_batch_size")
+        size = self.workers.fit(self._capture, train.batch_size, size)
+        self.config.params.setdefault("train", {})["micro_batch_size"] = size
+        return size
 
     def _check_same_tokens(self, stored: checkpoint.Checkpoint) -> None:
         """A model goes on with the tokens it knows: others would be noise to it."""
@@ -222,7 +235,7 @@ class Job:
             )
 
     def _save(self, step: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:
-        train, dram = self.config.train, self.config.memoryx.dram
+        train = self.config.train
         return checkpoint.save(
             train.model_dir,
             step,
@@ -230,15 +243,13 @@ class Job:
             {"params": self.config.params, **self.kept_meta},
             tokenizer=self.train_shards.tokenizer,
             keep=train.keep_checkpoints,
-            # Under a budget the copies that writing makes are kept small beside it.
-            shard_bytes=checkpoint.SHARD_BYTES if dram is None else min(checkpoint.SHARD_BYTES, dram // 64),
         )
 
     # Data
 
     def _micro_batches(self, batches: Batches, step: int) -> list[MicroBatch]:
         arrays = batches.at(step)
-        size = self.config.train.micro_batch
+        size = self.micro_batch
         return [
             {key: torch.from_numpy(array[start : start + size]) for key, array in arrays.items()}
             for start in range(0, batches.batch_size, size)
@@ -247,7 +258,7 @@ class Job:
     def _evaluate(self) -> float:
         """Mean loss over the same held-out batches every time."""
         if not hasattr(self, "_eval_graph"):
-            self._eval_graph = self._capture(training=False)
+            self._eval_graph = self._capture(self.micro_batch, training=False)
             val = Shards.open(self.val_shards, "val", verify=self.config.data.verify)
             batches = Batches(val, self.context, self.config.train.batch_size, seed=0)
             steps = range(self.config.train.eval_batches)
@@ -260,8 +271,14 @@ class Job:
             f"{graph.num_parameters:,} parameters in {len(graph.units)} Units ({len(graph.functions)} distinct), "
             f"{train.batch_size} x {self.context} tokens per step, on {train.device}"
         )
-        if self.placement.flash:
-            _say(str(self.placement))
+        if isinstance(self.workers, LocalWorkers):
+            _say(f"{self.workers.num_csx} workers with {self.workers.threads} threads each")
+        if isinstance(self.workers, GpuWorker):
+            _say(
+                f"{train.batch_size // self.micro_batch} micro-batches of {self.micro_batch}; {self.workers.footprint}"
+            )
+        if self.assembly.placement.flash or isinstance(self.workers, GpuWorker):
+            _say(str(self.assembly.placement))
         if self.resumed is not None:
             _say(f"resuming from {self.resumed}")
 
