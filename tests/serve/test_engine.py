@@ -12,6 +12,7 @@ from openwafer.models.generate import generate
 from openwafer.models.load import load
 from openwafer.serve.core import Event, QueueFullError
 from openwafer.serve.engine import EngineConfig, LocalEngine, open_engine
+from openwafer.serve.speculation import Lookup
 from tests.serve.conftest import CONFIGS, Answer, Client, OpenTiny, tiny_module
 
 RNG = np.random.default_rng(1)
@@ -274,3 +275,42 @@ def test_smollm2_in_fp32_answers_as_the_plain_loop(smollm2_path: Path) -> None:
     answers = [client.wait(events).tokens for events in started]
     engine.close()
     assert answers == [list(generate(module, prompt, max_tokens=16)) for prompt in prompts]
+
+
+def test_nothing_is_left_after_a_wild_crowd(open_tiny: OpenTiny) -> None:
+    """Requests of all kinds, cancelled at random moments, in a cache that is far too small."""
+    rng = np.random.default_rng(3)
+    client = open_tiny(num_blocks=17, max_running=9, max_step_tokens=19, speculator=Lookup(in_text=True))
+    under_way = []
+    for number in range(150):
+        prompt = PROMPT[: rng.integers(1, 37)] * int(rng.integers(1, 4))
+        request = client.request(
+            prompt,
+            client=f"client {number % 3}",
+            prediction=PROMPT[:5] if number % 4 == 0 else (),
+            max_tokens=int(rng.integers(1, 60)),
+            temperature=float(rng.choice([0.0, 1.0])),
+            num_logprobs=1 if number % 5 == 0 else None,
+            prompt_logprobs=number % 7 == 0,
+            stop_ids=frozenset(rng.integers(0, 101, 3).tolist()),
+        )
+        under_way.append((request, client.start(request)))
+        if number % 3 == 0:
+            client.engine.cancel(under_way[int(rng.integers(len(under_way)))][0].id)
+        time.sleep(float(rng.choice([0.0, 0.001])))
+    reasons = set()
+    for request, events in under_way:
+        answer = client.wait(events)
+        reasons.add(answer.last.finish_reason)
+        assert len(answer.tokens) <= request.sampling.max_tokens
+        assert answer.last.usage is not None
+        assert answer.last.usage.num_completion_tokens == len(answer.tokens)
+        if request.sampling.num_logprobs is not None:
+            assert len(answer.logprobs) == len(answer.tokens)
+        if request.sampling.prompt_logprobs and answer.tokens:
+            assert len(answer.prompt_logprobs) == len(request.prompt)
+        assert events.empty()
+    assert reasons == {"stop", "length", "cancelled"}
+    assert client.engine.num_preemptions > 0
+    stats = client.engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
