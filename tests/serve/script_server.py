@@ -72,15 +72,19 @@ class Running:
     engine: ScriptEngine
     store: KeyStore
     url: str
+    http: httpx.Client
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=30, **kwargs)
+        return self.http.post(path, json=body, **kwargs)
+
+    def stream(self, path: str, body: Any) -> Any:
+        return self.http.stream("POST", path, json=body)
 
     def chat(self, messages: Any, **fields: Any) -> httpx.Response:
         return self.post("/v1/chat/completions", {"model": "script", "messages": messages, **fields})
 
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30, **kwargs)
+        return self.http.get(path, **kwargs)
 
     def wait_idle(self) -> None:
         """Until the engine holds no request."""
@@ -91,21 +95,30 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(folder: Path, engine: ScriptEngine | None = None, load: Any = None, **settings: Any) -> Iterator[Running]:
-    """Serve until the block ends; `load` may stand for the loading of the model."""
+def running(
+    folder: Path, engine: ScriptEngine | None = None, gate: threading.Event | None = None, **settings: Any
+) -> Iterator[Running]:
+    """Serve until the block ends; loading the model takes until `gate` is set."""
     engine = engine or ScriptEngine(said, vocab_size=TOKENIZER.vocab_size)
     store = KeyStore(folder / "keys.sqlite")
     service = Service(ServeConfig(port=0, **settings), store, ("script", "org/script"))
     served = ServedModel.make(("script", "org/script"), engine, TOKENIZER)
-    server = ApiServer(service, load or (lambda: served))
+
+    def load() -> ServedModel:
+        if gate is not None:
+            gate.wait(20)
+        return served
+
+    server = ApiServer(service, load)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
         deadline = time.monotonic() + 20
-        while not server.started or (load is None and service.state != "ready"):
+        while not server.started or (gate is None and service.state != "ready"):
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        yield Running(server, service, engine, store, server.url)
+        with httpx.Client(base_url=server.url, timeout=30) as http:
+            yield Running(server, service, engine, store, server.url, http)
     finally:
         server.should_exit = True
         thread.join(timeout=20)

@@ -108,4 +108,6 @@ class _Visit:
             "seconds": round(time.monotonic() - self._began, 4),
             "client": self.client.id,
         }
-        log.info("request", extra={"fields": fields})
+        # Whoever watches the server asks every few seconds, which is no news.
+        level = logging.DEBUG if fields["path"] in ("/health", "/metrics") else logging.INFO
+        log.log(level, "request", extra={"fields": fields})

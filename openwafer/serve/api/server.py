@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
 import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -80,7 +80,8 @@ class ApiServer(uvicorn.Server):
                 server_header=False,
                 backlog=4096,
                 timeout_keep_alive=60,
-                timeout_graceful_shutdown=_seconds(config.shutdown_timeout_s),
+                # A little after the engine has told those that are still waiting (see `shutdown`).
+                timeout_graceful_shutdown=math.ceil(config.shutdown_timeout_s) + 5,
             )
         )
 
@@ -123,10 +124,17 @@ class ApiServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.service.state != "failed":
             self.service.state = "stopping"
+        deadline = asyncio.create_task(self._close_engine_after(self.service.config.shutdown_timeout_s))
         await super().shutdown(sockets)
+        deadline.cancel()
+        await self._close_engine_after(0)
+        await self.service.stop()
+
+    async def _close_engine_after(self, seconds: float) -> None:
+        """Whoever is still waiting then gets an error that says why."""
+        await asyncio.sleep(seconds)
         if self.service.served is not None:
             await asyncio.to_thread(self.service.served.engine.close)
-        await self.service.stop()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -180,7 +188,3 @@ def _allow_many_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _seconds(value: float) -> Any:
-    return max(1, round(value))
