@@ -98,8 +98,12 @@ class ToolReader:
             found.append((len(buffer) - len(stripped), ""))
         if found:
             at, mark = min(found)
-            self._say(buffer[:at], out, before_call=True)
-            self._in_section, self._section = True, mark
+            if buffer[:at].strip() or self._has_text or self._is_after_call:
+                self._say(buffer[:at], out)
+                at_section = at
+            else:
+                at_section = 0  # white space that is shown only if the section is no call
+            self._in_section, self._section = True, buffer[at_section : at + len(mark)]
             self._closer = self._style.sections.get(mark)
             self._buffer = buffer[at + len(mark) :]
             return True
@@ -172,11 +176,9 @@ class ToolReader:
         if text := call.take():
             out.append(CallArguments(self.num_calls, text))
 
-    def _say(self, text: str, out: list[Delta], before_call: bool = False) -> None:
+    def _say(self, text: str, out: list[Delta]) -> None:
         if self._is_after_call:
             text = text.lstrip()  # models put white space between calls, and nobody wants to see it
-        elif before_call and not self._has_text and not text.strip():
-            return
         if text:
             self._has_text, self._is_after_call = True, False
             out.append(Text(text))
