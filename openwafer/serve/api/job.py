@@ -200,8 +200,9 @@ class StreamResponse(Response):
                         await send({"type": "http.response.body", "body": data, "more_body": True})
                     stall.end()
                     batch = await generation.next()
-                reasons = job.finish_reasons()
-                await send({"type": "http.response.body", "body": data + job.end(), "more_body": False})
+                data += job.end()
+                job.settle(job.finish_reasons())  # booked before the client knows that it is over
+                await send({"type": "http.response.body", "body": data, "more_body": False})
         except Disconnected:
             pass
         except ApiError as error:

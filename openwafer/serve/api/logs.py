@@ -30,9 +30,17 @@ class TextFormatter(logging.Formatter):
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
+class _StderrHandler(logging.Handler):
+    """Writes to what sys.stderr is when a line comes, not to what it was at the start."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(self.format(record) + "\n")
+        sys.stderr.flush()
+
+
 def configure(form: str) -> None:
     """Our lines and uvicorn's warnings."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StderrHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     for name, level in (("openwafer.serve", logging.INFO), ("uvicorn.error", logging.WARNING)):
         logger = logging.getLogger(name)

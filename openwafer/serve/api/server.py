@@ -77,6 +77,7 @@ class ApiServer(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,
                 server_header=False,
                 backlog=4096,
                 timeout_keep_alive=60,
