@@ -22,6 +22,7 @@ from openwafer.serve.api.service import Service
 log = logging.getLogger("openwafer.serve")
 
 Load = Callable[[], ServedModel]
+_BACKLOG = 4096
 
 
 class _Protocol(HttpToolsProtocol):
@@ -79,7 +80,7 @@ class ApiServer(uvicorn.Server):
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                backlog=4096,
+                backlog=_BACKLOG,
                 timeout_keep_alive=60,
                 # A little after the engine has told those that are still waiting (see `shutdown`).
                 timeout_graceful_shutdown=math.ceil(config.shutdown_timeout_s) + 5,
@@ -176,6 +177,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(_BACKLOG)  # from now on whoever connects waits and is not refused
     except OSError as error:
         listener.close()
         raise UserError(f"cannot listen on {host} port {port}: {error.strerror or error}; try another --port") from None
