@@ -1,6 +1,6 @@
 """The HTTP side alone: tokens/s over many streams with an engine that costs nothing, and what it adds for one user.
 
-    python bench/http_overhead.py [--streams 128] [--tokens 500] [--model smollm2] [--out docs/results/http_overhead.json]
+    python bench/http_overhead.py [--streams 128] [--tokens 500] [--model smollm2] [--out FILE.json]
 
 The server and the clients are processes of their own. The engine hands every running request one token per
 step, as fast as the server takes them.
@@ -25,115 +25,19 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
-WORD = " token"
+from _null_server import WORD, NullEngine, null_server  # noqa: E402 - found through the line above
+
 SYSTEMS = ("ours", "peer", "floor")
 
 
-class NullEngine:
-    """Keeps the engine protocol and computes nothing; `step_s` paces it."""
-
-    def __init__(self, token: int, vocab_size: int, step_s: float = 0.0) -> None:
-        self.max_context, self.vocab_size = 1 << 20, vocab_size
-        self._token, self._step_s = token, step_s
-        self._lock = threading.Condition()
-        self._running: dict[str, list[Any]] = {}
-        self._is_closed = False
-        threading.Thread(target=self._loop, daemon=True).start()
-
-    def submit(self, request: Any, on_event: Callable[[Any], None]) -> None:
-        with self._lock:
-            self._running[request.id] = [request, on_event, 0, time.monotonic()]
-            self._lock.notify()
-
-    def cancel(self, request_id: str) -> None:
-        from openwafer.serve.core import Event
-
-        with self._lock:
-            found = self._running.pop(request_id, None)
-        if found is not None:
-            found[1](Event(finish_reason="cancelled"))
-
-    def stats(self) -> Any:
-        from openwafer.serve.core import EngineStats
-
-        return EngineStats(num_running=len(self._running), last_progress_s=time.monotonic())
-
-    def close(self) -> None:
-        self._is_closed = True
-
-    def _loop(self) -> None:
-        from openwafer.serve.core import Event
-
-        event = Event(tokens=(self._token,))
-        while not self._is_closed:
-            with self._lock:
-                while not self._running and not self._is_closed:
-                    self._lock.wait(0.1)
-                batch = list(self._running.values())
-            # A step of a real engine takes time, in which the server can work: hand the processor over.
-            time.sleep(self._step_s)
-            for entry in batch:
-                request, on_event, written, began = entry
-                entry[2] = written + 1
-                if written + 1 < request.sampling.max_tokens:
-                    on_event(event)
-                    continue
-                with self._lock:
-                    self._running.pop(request.id, None)
-                on_event(self._last(request, began))
-
-    def _last(self, request: Any, began: float) -> Any:
-        from openwafer.serve.core import Event, Usage
-
-        num, elapsed = request.sampling.max_tokens, time.monotonic() - began
-        usage = Usage(num_prompt_tokens=len(request.prompt), num_completion_tokens=num, completion_s=elapsed)
-        return Event(tokens=(self._token,), finish_reason="length", usage=usage)
-
-
-def bench_tokenizer() -> Any:
-    """A byte-level vocabulary with one whole word, and the shortest chat template."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
-    from openwafer.models.tokenizer import Tokenizer
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {char: number for number, char in enumerate([*alphabet, WORD.replace(" ", "\u0120")])}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return Tokenizer(backend, chat_template="{{ messages[0].content }}")
-
-
 def serve_ours(ports: Any, step_s: float, model: str | None) -> None:
-    import tempfile
-
-    from openwafer.serve.api.config import ServeConfig
-    from openwafer.serve.api.served_model import ServedModel
-    from openwafer.serve.api.server import ApiServer
-    from openwafer.serve.api.service import Service
-    from openwafer.serve.keys import KeyStore
-
-    def load() -> ServedModel:
-        if model is not None:
-            from openwafer.serve.engine import open_engine
-
-            engine, tokenizer, _ = open_engine(model)
-            assert tokenizer is not None
-            return ServedModel.make(("null",), engine, tokenizer)
-        tokenizer = bench_tokenizer()
-        return ServedModel.make(("null",), NullEngine(256, 257, step_s), tokenizer)
-
-    with tempfile.TemporaryDirectory() as folder:
-        service = Service(ServeConfig(port=0), KeyStore(Path(folder) / "keys"), ("null",))
-        server = ApiServer(service, load)
+    with null_server(step_s, model) as server:
         ports.send(server.address[1])
         _report_cpu(ports)
         server.run()
@@ -179,9 +83,10 @@ def serve_floor(ports: Any, step_s: float, model: str | None) -> None:
         size = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
         num = json.loads(await reader.readexactly(size))["max_tokens"]
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        chunk = _chunk()
         for _ in range(num):
             await asyncio.sleep(step_s)
-            writer.write(_chunk())
+            writer.write(chunk)
             await writer.drain()
         writer.write(b"data: [DONE]\n\n")
         writer.close()
@@ -305,7 +210,7 @@ def engine_alone(step_s: float, num_tokens: int, model: str | None) -> float:
     from openwafer.serve.core import Request, Sampling
 
     if model is None:
-        engine: Any = NullEngine(256, 257, step_s)
+        engine: Any = NullEngine(256, 258, step_s)
     else:
         from openwafer.serve.engine import open_engine
 

@@ -32,6 +32,56 @@ _ERROR_SCHEMA = {
         }
     },
 }
+_NUMBERS = {"type": "object", "additionalProperties": {"type": "number"}}
+
+
+def _answer_schema(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+    properties = {
+        "id": {"type": "string"},
+        "object": {"const": kind},
+        "created": {"type": "integer"},
+        "model": {"type": "string"},
+        "system_fingerprint": {"type": "string"},
+        "service_tier": {"type": "string"},
+        "choices": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["index", "logprobs", "finish_reason", *choice],
+                "properties": {
+                    "index": {"type": "integer"},
+                    "logprobs": {"type": ["object", "null"]},
+                    "finish_reason": {"enum": ["stop", "length", "tool_calls", "content_filter"]},
+                    **choice,
+                },
+            },
+        },
+        "usage": {
+            "type": "object",
+            "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
+            "additionalProperties": {"anyOf": [{"type": "integer"}, _NUMBERS]},
+        },
+        "time_info": _NUMBERS,
+    }
+    return {"type": "object", "required": sorted(set(properties) - {"service_tier"}), "properties": properties}
+
+
+_ANSWERS = {
+    "/v1/chat/completions": (
+        "ChatAnswer",
+        _answer_schema(
+            "chat.completion",
+            {
+                "message": {
+                    "type": "object",
+                    "required": ["role", "content"],
+                    "properties": {"role": {"const": "assistant"}},
+                }
+            },
+        ),
+    ),
+    "/v1/completions": ("CompletionAnswer", _answer_schema("text_completion", {"text": {"type": "string"}})),
+}
 _STATUSES = {
     "400": "the request is wrong",
     "401": "no valid key",
@@ -55,7 +105,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
         [(model, "validation") for model in _BODIES.values()], ref_template="#/components/schemas/{model}"
     )
     components = document.setdefault("components", {})
-    components["schemas"] = {**definitions["$defs"], "Error": _ERROR_SCHEMA}
+    components["schemas"] = {**definitions["$defs"], "Error": _ERROR_SCHEMA, **dict(_ANSWERS.values())}
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     error = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     for path, methods in document["paths"].items():
@@ -64,6 +114,14 @@ def describe(app: FastAPI) -> dict[str, Any]:
             for status, text in _STATUSES.items():
                 content = {} if path == "/health" else error
                 operation["responses"].setdefault(status, {"description": text, **content})
+            if path in _ANSWERS:
+                schema = {"$ref": f"#/components/schemas/{_ANSWERS[path][0]}"}
+                operation["responses"]["200"]["content"] = {
+                    "application/json": {"schema": schema},
+                    "text/event-stream": {},
+                }
+            if path == "/metrics":
+                operation["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
             if path not in _OPEN:
                 operation["security"] = [{"key": []}]
             if method == "post":
