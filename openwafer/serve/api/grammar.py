@@ -89,6 +89,10 @@ class GrammarCompiler:
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
             if matcher.is_error():
                 raise ApiError(400, f"{param}: {_sentence(matcher.get_error())}", param=param, code="invalid_schema")
+            first = matcher.deep_copy()
+            first.compute_bitmask()
+            if first.is_stopped():  # a schema that refers to itself and to nothing else
+                raise ApiError(400, f"{param}: no value can satisfy it", param=param, code="invalid_schema")
             with self._lock:
                 self._matchers[grammar] = matcher
                 while len(self._matchers) > _CACHE_SIZE:

@@ -1,6 +1,7 @@
 """Constraints: what they let through, what they do not, and what they refuse to promise."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -125,3 +126,22 @@ def test_unsupported(compiler: GrammarCompiler):
         with pytest.raises(ApiError, match=word):
             compiler.schema(schema, "response_format")
     assert is_supported(PERSON)
+    for endless in (
+        {"$ref": "#"},
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    ):
+        with pytest.raises(ApiError, match="no value can satisfy it"):
+            compiler.schema(endless, "response_format")
+
+
+def test_costly_schemas_are_compiled_in_bounded_time(compiler: GrammarCompiler):
+    """Compared with a plain one: thousands of values may take thousands of times as long, not for ever."""
+    began = time.perf_counter()
+    for schema in (
+        {"type": "array", "minItems": 100_000, "items": {"type": "integer"}},
+        {"type": "string", "pattern": "^((a{1,100}){1,100}){1,100}$"},
+        {"type": "string", "maxLength": 10**7},
+        {"enum": [f"value {number}" for number in range(5000)]},
+    ):
+        compiler.schema(schema, "response_format").allowed()
+    assert time.perf_counter() - began < 30  # hours without the library's limits
