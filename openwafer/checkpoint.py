@@ -1,8 +1,8 @@
 """Checkpoints: safetensors shards and a manifest, committed by one rename; never pickle.
 
     MODEL_DIR/checkpoints/step_00000100/
-        manifest.json                 format, step, tensors, files with bytes and SHA-256, meta
-        tensors-00000.safetensors     at most about `shard_bytes` each
+        manifest.json                 format, step, tensors, files with bytes and checksums, meta
+        tensors-00000.safetensors     at most `shard_bytes` each, unless one tensor is larger
         tokenizer.json                when one was given
 
 Tensor names: `weights/<param>`, `buffers/<buffer>`, `optimizer/<kind>/<param>`. A folder named `step_...` is
@@ -19,7 +19,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,10 @@ from safetensors import SafetensorError, safe_open
 
 from openwafer.direct_io import has_direct
 from openwafer.errors import UserError
-from openwafer.tensor_file import write_tensors
+from openwafer.tensor_file import CHUNK_BYTES, ChunkPool, TensorFile, digest_of, header_bytes_for
 
-FORMAT = 1
+FORMAT = 2  # format 1 has the SHA-256 of whole files only
 SHARD_BYTES = 256 << 20
-_NUM_WRITERS = 2  # one core hashes more slowly than a good disk writes
 _STEP = re.compile(r"step_(\d{8,})")
 _RETIRED = re.compile(r"\.(step_\d{8,})\.old")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(new|gone)\..*")
@@ -55,8 +53,8 @@ def save(
 ) -> Path:
     """Write a checkpoint and return its folder; then delete all but the last `keep` (None: delete none).
 
-    Each tensor is copied or written when it arrives, so the caller may reuse its buffer; at most three times
-    `shard_bytes` of copies are held. `meta` is any JSON. If writing fails, earlier checkpoints are as they were.
+    Each tensor is copied in chunks while they are written, so the caller may reuse its buffer; a few chunks of
+    `CHUNK_BYTES` are held. `meta` is any JSON. If writing fails, earlier checkpoints are as they were.
     """
     assert step >= 0
     assert keep is None or keep >= 1
@@ -112,20 +110,7 @@ def _write(
     tokenizer: Path | None,
     shard_bytes: int,
 ) -> None:
-    entries: dict[str, dict[str, Any]] = {}
-    checksums: dict[str, Future[str]] = {}
-    direct = has_direct(folder)
-    with ThreadPoolExecutor(_NUM_WRITERS) as writers:
-        for number, shard in enumerate(_grouped(tensors, shard_bytes)):
-            file = f"tensors-{number:05d}.safetensors"
-            assert not entries.keys() & shard.keys(), f"two tensors are called {entries.keys() & shard.keys()}"
-            entries |= {name: {"file": file, **_spec(tensor)} for name, tensor in shard.items()}
-            checksums[file] = writers.submit(write_tensors, folder / file, shard, direct=direct)
-            is_copy = sum(tensor.nbytes for tensor in shard.values()) <= shard_bytes
-            del shard  # what is written is gone
-            _wait(checksums.values(), at_most=_NUM_WRITERS - 1 if is_copy else 0)
-        _wait(checksums.values(), at_most=0)
-    files = {name: {"sha256": checksum.result()} for name, checksum in checksums.items()}
+    entries, files = _write_tensors(folder, tensors, shard_bytes)
     if tokenizer is not None:
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
         _sync(folder / "tokenizer.json")
@@ -138,35 +123,49 @@ def _write(
     _sync(folder)
 
 
+def _write_tensors(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """The manifest's entries of all tensors and of their files, which are on disk."""
+    entries: dict[str, dict[str, Any]] = {}
+    shards: list[TensorFile] = []
+    pool, direct = ChunkPool(), has_direct(folder)
+    try:
+        try:
+            for name, given in tensors:
+                tensor = given.detach().cpu().contiguous()
+                assert name not in entries, f"two tensors are called {name}"
+                if not shards or _must_end(shards[-1], name, tensor, shard_bytes):
+                    if shards:
+                        shards[-1].finish()  # in the background: the next one begins at once
+                    path = folder / f"tensors-{len(shards):05d}.safetensors"
+                    shards.append(TensorFile(path, pool, direct=direct, header_bytes=header_bytes_for(name, tensor)))
+                entries[name] = {"file": shards[-1].path.name, **_spec(tensor)}
+                shards[-1].add(name, tensor)
+            if shards:
+                shards[-1].finish()
+        finally:
+            pool.close()
+    finally:
+        for shard in shards:
+            shard.close()
+    files: dict[str, dict[str, Any]] = {}
+    for shard in shards:
+        assert shard.digest is not None
+        files[shard.path.name] = {
+            "sha256_of_pieces": shard.digest,
+            "header_bytes": shard.header_bytes,
+            "piece_bytes": CHUNK_BYTES,
+        }
+    return entries, files
+
+
+def _must_end(shard: TensorFile, name: str, tensor: torch.Tensor, shard_bytes: int) -> bool:
+    return shard.num_bytes + tensor.nbytes > shard_bytes or not shard.has_room(name, tensor)
+
+
 def _spec(tensor: torch.Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-
-
-def _wait(writes: Iterable[Future[str]], at_most: int) -> None:
-    """Until no more than `at_most` are under way; raises what went wrong in those that are done."""
-    _, running = wait(list(writes), timeout=0)
-    while len(running) > at_most:
-        done, running = wait(running, return_when=FIRST_COMPLETED)
-        for write in done:
-            write.result()
-
-
-def _grouped(tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Copies of at most `shard_bytes` together; a tensor that is larger alone, not copied: valid until the next."""
-    shard: dict[str, torch.Tensor] = {}
-    num_bytes = 0
-    for name, tensor in tensors:
-        if shard and num_bytes + tensor.nbytes > shard_bytes:
-            yield shard
-            shard, num_bytes = {}, 0
-        assert name not in shard, f"two tensors are called {name}"
-        if tensor.nbytes > shard_bytes:
-            yield {name: tensor.detach().cpu().contiguous()}
-            continue
-        shard[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        num_bytes += tensor.nbytes
-    if shard:
-        yield shard
 
 
 def _commit(folder: Path, target: Path) -> None:
@@ -249,7 +248,7 @@ class Checkpoint:
         return [name for name in self._tensors if name.startswith(prefix)]
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, mapped from its file. The file's SHA-256 is checked before its first use."""
+        """One tensor, mapped from its file. The file's checksum is checked before its first use."""
         if name not in self._tensors:
             raise UserError(f"checkpoint {self.folder} has no tensor {name!r}")
         entry = self._tensors[name]
@@ -268,7 +267,7 @@ class Checkpoint:
     def _file(self, name: str) -> Any:
         if self._last is None or self._last[0] != name:
             path = self.folder / name
-            if name not in self._verified and _sha256(path) != self._files[name]["sha256"]:
+            if name not in self._verified and not _matches(path, self._files[name]):
                 raise BrokenCheckpoint(f"{path} does not match its checksum: use another checkpoint")
             self._verified.add(name)
             self._last = (name, safe_open(path, framework="pt"))
@@ -286,7 +285,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if isinstance(version, int) and version > FORMAT:
         raise UserError(f"{path} has format {version}, this version reads up to {FORMAT}: update openwafer")
-    if version != FORMAT or manifest.pop("checksum", None) != _checksum(manifest):
+    if version not in (1, FORMAT) or manifest.pop("checksum", None) != _checksum(manifest):
         raise BrokenCheckpoint(f"{path} is damaged: it does not match its own checksum")
     # The checksum keeps out accidents; whoever made the file, its names must not lead out of the folder.
     tensors, files = manifest["tensors"].values(), manifest["files"]
@@ -297,6 +296,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 def _checksum(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _matches(path: Path, entry: dict[str, Any]) -> bool:
+    """Whether a file still has the content that was written."""
+    if "sha256" in entry:
+        return _sha256(path) == entry["sha256"]
+    return digest_of(path, entry["header_bytes"], entry["piece_bytes"]) == entry["sha256_of_pieces"]
 
 
 def _sha256(path: Path) -> str:

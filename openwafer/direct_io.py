@@ -39,14 +39,15 @@ def bytes_of(tensor: Tensor) -> memoryview:
 @contextlib.contextmanager
 def opened(path: Path, flags: int, *, direct: bool) -> Iterator[int]:
     """A descriptor, direct if asked for and possible."""
-    descriptor = _open(path, flags, direct=direct)
+    descriptor = open_file(path, flags, direct=direct)
     try:
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _open(path: Path, flags: int, *, direct: bool) -> int:
+def open_file(path: Path, flags: int, *, direct: bool) -> int:
+    """A descriptor for the caller to close, direct if asked for and possible."""
     if direct and _O_DIRECT:
         try:
             return os.open(path, flags | _O_DIRECT, 0o644)

@@ -1,7 +1,7 @@
 """A params file: what to build, what to train it on, and how.
 
-Sections `model`, `data`, `train`, `optimizer`, `schedule` and `memoryx` hold the fields of their configuration classes.
-Keys outside a section are put into the one that has them, so the vendor's three-line files are complete.
+Sections `model`, `data`, `train`, `optimizer`, `schedule`, `memoryx` and `swarmx` hold the fields of their
+configuration classes. Keys outside a section are put into the one that has them, so the vendor's three-line files are complete.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from openwafer.data.config import DataConfig
 from openwafer.errors import UserError
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.models.config import ModelConfig
+from openwafer.swarmx.config import SwarmConfig
 from openwafer.train.config import TrainConfig
 from openwafer.train.schedule import ScheduleConfig
 
@@ -33,6 +34,7 @@ class Params:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     memoryx: MemoryConfig = field(default_factory=MemoryConfig)
+    swarmx: SwarmConfig = field(default_factory=SwarmConfig)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, as a params file would have them."""
@@ -46,6 +48,7 @@ SECTIONS: dict[str, type] = {
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
     "memoryx": MemoryConfig,
+    "swarmx": SwarmConfig,
 }
 
 

@@ -1,4 +1,5 @@
 import fcntl
+import hashlib
 import json
 import os
 import subprocess
@@ -45,7 +46,7 @@ def test_what_is_saved_comes_back(tmp_path, shard_bytes):
     same(checkpoint, tensors())
     assert checkpoint.names("weights/") == ["weights/a", "weights/b", "weights/empty"]
     sizes = [p.stat().st_size for p in folder.glob("*.safetensors")]
-    assert len(sizes) == {1: 5, 200: 2, 1 << 30: 1}[shard_bytes]
+    assert len(sizes) == {1: 5, 200: 2, 1 << 30: 2}[shard_bytes]
     with pytest.raises(UserError, match="no tensor 'weights/zzz'"):
         checkpoint.read("weights/zzz")
 
@@ -198,12 +199,29 @@ def rewrite_manifest(folder, change):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
+def test_the_first_format_is_read_and_checked(tmp_path):
+    """Files with the SHA-256 of their whole content."""
+    folder = save(tmp_path, 1, tensors(), {})
+
+    def downgrade(manifest):
+        manifest["format"] = 1
+        for name, entry in manifest["files"].items():
+            content = (folder / name).read_bytes()
+            manifest["files"][name] = {"bytes": entry["bytes"], "sha256": hashlib.sha256(content).hexdigest()}
+
+    rewrite_manifest(folder, downgrade)
+    same(Checkpoint.open(folder), tensors())
+    flip(folder / "tensors-00000.safetensors")
+    with pytest.raises(UserError, match="does not match its checksum"):
+        Checkpoint.open(folder).read("weights/a")
+
+
 def test_a_newer_format_is_refused_even_by_latest(tmp_path):
     save(tmp_path, 1, tensors(), {})
     folder = save(tmp_path, 2, tensors(), {})
-    rewrite_manifest(folder, lambda manifest: manifest.update(format=2))
+    rewrite_manifest(folder, lambda manifest: manifest.update(format=3))
     for attempt in (lambda: Checkpoint.open(folder), lambda: latest(tmp_path)):
-        with pytest.raises(UserError, match=r"manifest\.json has format 2.*update openwafer"):
+        with pytest.raises(UserError, match=r"manifest\.json has format 3.*update openwafer"):
             attempt()
 
 

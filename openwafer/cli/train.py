@@ -8,7 +8,8 @@ import json
 
 from openwafer.config import add_flags, flag_values
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
-from openwafer.train.config import TrainConfig
+from openwafer.swarmx.config import SwarmConfig
+from openwafer.train.config import TraceConfig, TrainConfig
 
 _TRAIN_FLAGS = (
     "num_csx",
@@ -19,6 +20,7 @@ _TRAIN_FLAGS = (
     "batch_size",
     "micro_batch_size",
     "seed",
+    "recompute",
     "checkpoint_every",
     "eval_every",
     "log_every",
@@ -32,20 +34,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, TrainConfig, _TRAIN_FLAGS)
     add_flags(parser, OptimizerConfig, ("lr",))
     add_flags(parser, MemoryConfig, ("dram", "flash"))
+    add_flags(parser, SwarmConfig, ("num_memoryx", "min_csx", "csx_threads", "lost_after", "max_restarts"))
+    add_flags(parser, TraceConfig, ("trace", "trace_steps"))
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
 def run(args: argparse.Namespace) -> None:
-    from openwafer.params import run_params
+    from openwafer.params import SECTIONS, run_params
 
-    configs = {"train": TrainConfig, "optimizer": OptimizerConfig, "memoryx": MemoryConfig}
+    configs = {"train": TrainConfig, "optimizer": OptimizerConfig, "memoryx": MemoryConfig, "swarmx": SwarmConfig}
     flags = {section: flag_values(cls, args) for section, cls in configs.items()}
+    trace = TraceConfig(**flag_values(TraceConfig, args))
     params = run_params(args.params, flags)
 
-    from openwafer.train.job import Job, JobConfig
+    from openwafer.train import launch
+    from openwafer.train.job import JobConfig
 
-    sections = {name: getattr(params, name) for name in ("model", "data", "train", "optimizer", "schedule", "memoryx")}
-    result = Job(JobConfig(**sections, params=params.as_json())).run()
+    sections = {name: getattr(params, name) for name in SECTIONS}
+    result = launch.run(JobConfig(**sections, params=params.as_json(), trace=trace))
     summary = {
         **vars(result),
         "checkpoint": None if result.checkpoint is None else str(result.checkpoint),

@@ -31,7 +31,7 @@ def capture(
     """The Graph of `module` for inputs shaped like `args` and `kwargs` (real, meta or fake tensors).
 
     The module may live on any device, also meta; it is left as it was. Train or eval mode is captured as it is
-    set. `dtype` captures the model as if its floating-point weights, buffers and inputs had that type.
+    set. `dtype` captures the model as if its floating-point weights, saved buffers and inputs had that type.
     """
     twin = make_twin(module, args, kwargs or {}, dtype)
     blocks = find_blocks(twin.module)

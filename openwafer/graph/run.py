@@ -4,7 +4,7 @@ Weights, buffers and values are dicts by name. Nothing here knows where weights 
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,15 +90,29 @@ def backward_unit(
     """
     if seed is not None and unit.function.is_random:
         seed(unit)
-    wanted = needs_gradient(graph)
+    leaves, inputs = leaves_of(graph, unit, weights, values)
     with torch.enable_grad():
-        leaves = {
-            name: weights[name].detach().requires_grad_(graph.weights[name].requires_grad) for name in unit.weights
-        }
-        inputs = {name: values[name].detach().requires_grad_(name in wanted) for name in unit.inputs}
         outputs, _ = unit.function(
             list(leaves.values()), [buffers[name] for name in unit.buffers], list(inputs.values())
         )
+    return pull_back(unit, leaves, inputs, outputs, gradients)
+
+
+def leaves_of(
+    graph: Graph, unit: Unit, weights: Tensors, values: Tensors
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A Unit's weights and inputs as leaves of a new autograd graph."""
+    wanted = needs_gradient(graph)
+    return (
+        {name: weights[name].detach().requires_grad_(graph.weights[name].requires_grad) for name in unit.weights},
+        {name: values[name].detach().requires_grad_(name in wanted) for name in unit.inputs},
+    )
+
+
+def pull_back(
+    unit: Unit, leaves: Tensors, inputs: Tensors, outputs: Sequence[Tensor], gradients: Tensors
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of `leaves` and of `inputs` from those of the outputs that were computed from them."""
     heads = [(o, gradients[n]) for n, o in zip(unit.outputs, outputs, strict=True) if n in gradients]
     heads = [(output, gradient) for output, gradient in heads if output.requires_grad]
     sources = {n: t for n, t in [*leaves.items(), *inputs.items()] if t.requires_grad}

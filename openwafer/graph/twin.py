@@ -28,12 +28,20 @@ class Twin:
 
 
 def make_twin(module: nn.Module, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype | None) -> Twin:
-    """`dtype`, when given, replaces the floating-point type of weights, buffers and inputs."""
+    """`dtype`, when given, replaces the floating-point type of weights, inputs and those buffers that are saved.
+
+    Buffers that are not saved are constants which the module computes for itself, such as the frequencies of rotary
+    embeddings: rounded to bf16, far positions would turn wrongly.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    constants = {
+        id(part.get_buffer(name)) for part in module.modules() for name in sorted(part._non_persistent_buffers_set)
+    }
 
     def fake(tensor: Tensor) -> Tensor:
-        to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        is_cast = dtype is not None and tensor.is_floating_point() and id(tensor) not in constants
         with mode:
+            to = dtype if is_cast else tensor.dtype
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=to, device="cpu")
 
     # deepcopy takes what the memo already has: every tensor becomes its fake, nothing is allocated.

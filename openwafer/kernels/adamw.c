@@ -2,6 +2,7 @@
  *
  * master bits = (wire << 16) + remainder (signed); the new master is split again with wire rounded half up.
  * Every operation is rounded on its own (no fused multiply-add), in the order of adamw.py's reference.
+ * The new state goes to `to`, which may be the place it came from: a step that may be taken back writes elsewhere.
  *
  * Threads are started per call and take pieces as they go: the call works beside others that feed a GPU, where
  * a pool that spins or a fixed share of the work costs more than starting threads does (0.2 ms). */
@@ -19,6 +20,10 @@ typedef struct {
     uint16_t *wire;
     int16_t *remainder;
     float *m, *v;
+} state;
+
+typedef struct {
+    state from, to;
     const void *gradient;
     int64_t n, first_piece;
     float keep;
@@ -28,46 +33,62 @@ typedef struct {
     const weight *weights;
     int num_weights, gradient_is_bf16;
     int64_t num_pieces;
-    float divisor, factor, beta1, beta2, inverse_root, eps, rate;
+    float divisor, inverse, factor, beta1, beta2, inverse_root, eps, rate;
     atomic_llong next;
     atomic_int is_bad;
 } work;
 
 static inline float from_bf16(uint16_t half) { word w = { (uint32_t)half << 16 }; return w.value; }
 
+/* The same index is read and written, never another: the loop has no dependency even where `to` is `from`. */
 #define LOOP(GRADIENT)                                                                   \
+    _Pragma("GCC ivdep")                                                                 \
     for (int64_t i = 0; i < n; i++) {                                                    \
         word w;                                                                          \
         w.bits = ((uint32_t)wire[i] << 16) + (uint32_t)(int32_t)remainder[i];            \
-        float g = (GRADIENT) / divisor * factor;                                         \
+        float g = (GRADIENT) * factor;                                                   \
         float kept = w.value * keep;                                                     \
         float m1 = m[i] * beta1 + g * (1.0f - beta1);                                    \
         float v1 = v[i] * beta2 + g * g * (1.0f - beta2);                                \
-        m[i] = m1;                                                                       \
-        v[i] = v1;                                                                       \
+        new_m[i] = m1;                                                                   \
+        new_v[i] = v1;                                                                   \
         w.value = kept - m1 / (sqrtf(v1) * inverse_root + eps) * rate;                   \
         bad |= (w.bits & 0x7f800000u) == 0x7f800000u;                                    \
         uint16_t high = (uint16_t)((w.bits + 0x8000u) >> 16);                            \
-        wire[i] = high;                                                                  \
-        remainder[i] = (int16_t)(uint16_t)(w.bits - ((uint32_t)high << 16));             \
+        new_wire[i] = high;                                                              \
+        new_remainder[i] = (int16_t)(uint16_t)(w.bits - ((uint32_t)high << 16));         \
     }
 
 static int piece(const work *job, const weight *one, int64_t start, int64_t n)
 {
-    uint16_t *restrict wire = one->wire + start;
-    int16_t *restrict remainder = one->remainder + start;
-    float *restrict m = one->m + start, *restrict v = one->v + start;
-    const float divisor = job->divisor, factor = job->factor, keep = one->keep, beta1 = job->beta1;
-    const float beta2 = job->beta2, inverse_root = job->inverse_root, eps = job->eps, rate = job->rate;
+    const uint16_t *wire = one->from.wire + start;
+    const int16_t *remainder = one->from.remainder + start;
+    const float *m = one->from.m + start, *v = one->from.v + start;
+    uint16_t *new_wire = one->to.wire + start;
+    int16_t *new_remainder = one->to.remainder + start;
+    float *new_m = one->to.m + start, *new_v = one->to.v + start;
+    const float divisor = job->divisor, inverse = job->inverse, factor = job->factor, keep = one->keep;
+    const float beta1 = job->beta1, beta2 = job->beta2, inverse_root = job->inverse_root, eps = job->eps;
+    const float rate = job->rate;
     int bad = 0;
     if (job->gradient_is_bf16) {
-        const uint16_t *restrict gradient = (const uint16_t *)one->gradient + start;
-        LOOP(from_bf16(gradient[i]))
+        const uint16_t *gradient = (const uint16_t *)one->gradient + start;
+        if (inverse != 0) LOOP(from_bf16(gradient[i]) * inverse)
+        else LOOP(from_bf16(gradient[i]) / divisor)
     } else {
-        const float *restrict gradient = (const float *)one->gradient + start;
-        LOOP(gradient[i])
+        const float *gradient = (const float *)one->gradient + start;
+        if (inverse != 0) LOOP(gradient[i] * inverse)
+        else LOOP(gradient[i] / divisor)
     }
     return bad;
+}
+
+/* 1 / divisor if multiplying by it is the same as dividing (a power of two), else 0. Division is the slowest
+ * operation of the loop, and the number of tokens in a batch is mostly a power of two. */
+static float exact_inverse(float divisor)
+{
+    int exponent;
+    return frexpf(divisor, &exponent) == 0.5f && exponent > -100 && exponent < 100 ? 1.0f / divisor : 0.0f;
 }
 
 static void *worker(void *argument)
@@ -93,7 +114,7 @@ int adamw(weight *weights, int num_weights, float divisor, float factor, float b
         weights[k].first_piece = pieces;
         pieces += (weights[k].n + PIECE - 1) / PIECE;
     }
-    work job = { weights, num_weights, gradient_is_bf16, pieces, divisor, factor,
+    work job = { weights, num_weights, gradient_is_bf16, pieces, divisor, exact_inverse(divisor), factor,
                  beta1, beta2, inverse_root, eps, rate, 0, 0 };
     if (threads > MOST_THREADS) threads = MOST_THREADS;
     if (threads > pieces) threads = (int)pieces;

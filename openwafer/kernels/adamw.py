@@ -50,29 +50,42 @@ class Halves(NamedTuple):
     weight_decay: float
 
 
+_STATE = ("wire", "remainder", "m", "v")
+
+
 class _Weight(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("wire", "remainder", "m", "v", "gradient")),
+        *((f"{place}_{name}", ctypes.c_void_p) for place in ("from", "to") for name in _STATE),
+        ("gradient", ctypes.c_void_p),
         ("n", ctypes.c_int64),
         ("first_piece", ctypes.c_int64),
         ("keep", ctypes.c_float),
     )
 
 
-def adamw(weights: Sequence[Halves], step: AdamWStep, *, threads: int | None = None) -> bool:
-    """Updates weights on the CPU in place, in one call: whoever feeds a GPU keeps Python to itself meanwhile.
+def adamw(
+    weights: Sequence[Halves], step: AdamWStep, *, to: Sequence[Halves] | None = None, threads: int | None = None
+) -> bool:
+    """Updates weights on the CPU, in one call: whoever feeds a GPU keeps Python to itself meanwhile.
 
-    All gradients have one type. False: a new weight is not finite.
+    In place, or into the state of `to`, whose gradients are not looked at. All gradients have one type. False: a new
+    weight is not finite.
     """
     built = library("adamw")
     if built is None:
-        return all([adamw_reference(piece, step) for weight in weights for piece in _pieces(weight)])
+        return _adamw_without_library(weights, step, to)
     array = (_Weight * len(weights))()
-    for slot, weight in zip(array, weights, strict=True):
-        tensors = (weight.wire, weight.remainder, weight.m, weight.v, weight.gradient)
+    for slot, weight, target in zip(array, weights, to or weights, strict=True):
+        tensors = (*weight[:4], *target[:4], weight.gradient)
         assert all(t.is_contiguous() and t.device.type == "cpu" and t.numel() == weight.wire.numel() for t in tensors)
-        slot.wire, slot.remainder, slot.m, slot.v, slot.gradient = (t.data_ptr() for t in tensors)
-        slot.n, slot.keep = weight.wire.numel(), step.keep(weight.weight_decay)
+        for name, old, new in zip(_STATE, weight[:4], target[:4], strict=True):
+            setattr(slot, f"from_{name}", old.data_ptr())
+            setattr(slot, f"to_{name}", new.data_ptr())
+        slot.gradient, slot.n, slot.keep = (
+            weight.gradient.data_ptr(),
+            weight.wire.numel(),
+            step.keep(weight.weight_decay),
+        )
     numbers = (step.divisor, step.factor, step.beta1, step.beta2, step.inverse_root, step.eps, step.rate)
     is_bf16 = int(bool(weights) and weights[0].gradient.dtype is torch.bfloat16)
     arguments = map(ctypes.c_float, numbers)
@@ -83,6 +96,15 @@ def default_threads() -> int:
     """All cores but two where there are many: whoever feeds a GPU meanwhile must not wait for a core."""
     threads = torch.get_num_threads()
     return threads - 2 if threads > 4 else threads
+
+
+def _adamw_without_library(weights: Sequence[Halves], step: AdamWStep, to: Sequence[Halves] | None) -> bool:
+    if to is not None:
+        for weight, target in zip(weights, to, strict=True):
+            for old, new in zip(weight[:4], target[:4], strict=True):
+                new.copy_(old)
+        weights = [Halves(*t[:4], w.gradient, w.weight_decay) for w, t in zip(weights, to, strict=True)]
+    return all([adamw_reference(piece, step) for weight in weights for piece in _pieces(weight)])
 
 
 def _pieces(weight: Halves) -> list[Halves]:

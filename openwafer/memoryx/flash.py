@@ -65,6 +65,8 @@ class FlashTier:
     `allocate` makes a page-aligned uint8 buffer (pinned memory, for instance).
     """
 
+    reads_in_place = False
+
     def __init__(
         self,
         folder: Path,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from openwafer import timeline
 from openwafer.direct_io import opened, read_fully, write_fully
 from openwafer.memoryx.tier import Key
 
@@ -92,7 +93,9 @@ class TransferQueue:
                 transfer.num_running += 1
                 if transfer.is_taken:
                     waiting.popleft()
-            transfer.move(start)
+            lane = timeline.FLASH_READ if transfer.is_read else timeline.FLASH_WRITE
+            with timeline.span(lane, transfer.path.name):
+                transfer.move(start)
             with self._added:
                 transfer.num_running -= 1
                 if transfer.error is not None and transfer in waiting:

@@ -3,14 +3,13 @@
 PyTorch's own pinned allocator rounds up to powers of two; here whole pages are mapped and registered.
 """
 
-import mmap
 import weakref
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from openwafer.errors import UserError
+from openwafer.memoryx.pages import mapped
 from openwafer.memoryx.store import WIRE
 from openwafer.memoryx.tier import DramTier, Key
 
@@ -18,9 +17,8 @@ from openwafer.memoryx.tier import DramTier, Key
 def pinned(num_elements: int, dtype: torch.dtype) -> Tensor:
     """A zeroed, page-locked flat CPU tensor."""
     num_bytes = max(1, num_elements * dtype.itemsize)
-    pages = mmap.mmap(-1, num_bytes)
     # The tensor keeps the array alive and the array its pages; they are unlocked just before they go.
-    array = np.frombuffer(pages, dtype=np.uint8)
+    array = mapped(num_bytes)
     raw = torch.from_numpy(array)
     status = torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), num_bytes, 0)  # pyright: ignore[reportOptionalMemberAccess]
     if int(status) != 0:

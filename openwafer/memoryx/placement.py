@@ -7,16 +7,19 @@ and the last one being written.
 
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from openwafer.direct_io import BLOCK_BYTES, rounded_up
+from torch import Tensor
+
+from openwafer.direct_io import BLOCK_BYTES, aligned_bytes, rounded_up
 from openwafer.errors import UserError
 from openwafer.graph import Graph
 from openwafer.memoryx.config import MemoryConfig
 from openwafer.memoryx.flash import FlashTier
 from openwafer.memoryx.optimizer import Optimizer
+from openwafer.memoryx.snapshot import PIECE_BYTES
 from openwafer.memoryx.store import FieldSpec, fields, layout
 from openwafer.memoryx.tier import DramTier, Key, Tier
 
@@ -72,16 +75,25 @@ def place(graph: Graph, optimizer: Optimizer, config: MemoryConfig) -> Placement
     )
 
 
-def open_tiers(placement: Placement, config: MemoryConfig) -> dict[Key, Tier]:
-    """The tier of each key. Whoever opens them closes them, see `close_tiers`."""
+def open_tiers(
+    placement: Placement,
+    config: MemoryConfig,
+    *,
+    make_dram: Callable[[int | None], DramTier] = DramTier,
+    allocate: Callable[[int], Tensor] = aligned_bytes,
+) -> dict[Key, Tier]:
+    """The tier of each key. Whoever opens them closes them, see `close_tiers`.
+
+    `make_dram` is given the bytes for snapshots; `allocate` makes the buffers of what is on flash.
+    """
     snapshot = config.snapshot
     if snapshot is None and config.dram is not None:
         snapshot = config.dram // _SNAPSHOT_SHARE
-    dram = DramTier(snapshot)
+    dram = make_dram(snapshot)
     tiers: dict[Key, Tier] = dict.fromkeys(placement.dram, dram)
     if placement.flash:
         assert config.flash is not None
-        flash = FlashTier(config.flash, placement.pool_bytes)
+        flash = FlashTier(config.flash, placement.pool_bytes, allocate=allocate)
         try:
             _check_space(config.flash, placement.flash_bytes)
         except UserError:
@@ -171,12 +183,12 @@ def _pool_bytes(specs: Iterable[FieldSpec], keys: frozenset[Key]) -> int:
 
 
 def _reader_bytes(graph: Graph, optimizer: Optimizer) -> int:
-    """A checkpoint reads one weight of one field at a time."""
+    """A checkpoint reads one weight of one field at a time, through a piece of it if it is large."""
     largest = 0
     for parts in layout(graph, optimizer).values():
         for segment in parts.values():
             largest = max(largest, 4 * math.prod(segment.shape))
-    return rounded_up(largest) + BLOCK_BYTES
+    return rounded_up(largest) + min(rounded_up(largest), PIECE_BYTES) + BLOCK_BYTES
 
 
 def _check_space(folder: Path, num_bytes: int) -> None:

@@ -14,18 +14,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from openwafer import timeline
 from openwafer.graph import Graph, Unit
 from openwafer.graph.unit import padded
 from openwafer.memoryx.halves import Item, scaled, update_halves
 from openwafer.memoryx.optimizer import Optimizer
 from openwafer.memoryx.segment import Segment
 from openwafer.memoryx.snapshot import Snapshot
-from openwafer.memoryx.tier import Key, Tier
+from openwafer.memoryx.tier import DramTier, Key, Tier
 from openwafer.memoryx.update import UpdateNumbers
-from openwafer.memoryx.wire import merge, split
+from openwafer.memoryx.wire import REMAINDER, WIRE, merge, split
 
-WIRE = "wire"
-REMAINDER = "remainder"
 Wire = Literal["fp32", "bf16"]
 _DTYPES: dict[Wire, dict[str, torch.dtype]] = {
     "fp32": {WIRE: torch.float32},
@@ -65,16 +64,30 @@ class Store:
         units = list(order)
         for position, unit in enumerate(units):
             for coming in units[position : position + 1 + ahead]:
-                for key in self.wires(coming):
-                    self._tiers[key].prefetch(key)
-            keys = self.wires(unit)
-            flats = {key: self._tiers[key].load(key) for key in keys}
-            try:
+                self.prefetch(coming)
+            with self.lent(unit) as flats:
                 segments = {name: self.segments[name][WIRE] for name in unit.weights}
                 yield unit, {name: segment.of(flats[segment.key]) for name, segment in segments.items()}
-            finally:
-                for key in keys:
-                    self._tiers[key].release(key, changed=False)
+
+    def prefetch(self, unit: Unit) -> None:
+        """A hint that the Unit's weights will be sent soon."""
+        for key in self.wires(unit):
+            self._tiers[key].prefetch(key)
+
+    @contextlib.contextmanager
+    def lent(self, unit: Unit) -> Iterator[dict[Key, Tensor]]:
+        """The flat arrays that hold the Unit's weights, to be read."""
+        keys = self.wires(unit)
+        flats = {key: self._tiers[key].load(key) for key in keys}
+        try:
+            yield flats
+        finally:
+            for key in keys:
+                self._tiers[key].release(key, changed=False)
+
+    def is_resident(self, unit: Unit) -> bool:
+        """Whether the arrays that hold the Unit's weights stay where they are."""
+        return all(isinstance(self._tiers[key], DramTier) for key in self.wires(unit))
 
     def wires(self, unit: Unit) -> list[Key]:
         """The flat arrays that hold the Unit's weights; the first is its own, unless it owns none."""
@@ -88,7 +101,7 @@ class Store:
 
     def update(self, unit: Unit, gradients: Mapping[str, Tensor], numbers: UpdateNumbers) -> None:
         """Apply the summed gradients of weights that `unit` owns."""
-        with self._open(unit, gradients) as opened:
+        with self._open(unit, gradients) as opened, timeline.span(timeline.UPDATE, unit.name):
             halves: list[Item] = []
             for name, gradient in gradients.items():
                 parts = dict(opened[name])
@@ -166,7 +179,6 @@ class Store:
 
     def freeze(self) -> Snapshot:
         """Everything as it is now, to be read by another thread while updates go on."""
-        assert self.wire == "fp32", "a snapshot does not join halves"
         return Snapshot(self.graph, self.segments, self._tiers)
 
     def read_all(self) -> Iterator[tuple[str, str, Tensor]]:

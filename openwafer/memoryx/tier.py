@@ -13,11 +13,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from openwafer.memoryx.pages import zeros
+
 Key = tuple[int, str]  # (index of the Unit, field such as "wire" or "m")
 
 
 class Tier(Protocol):
     """Where flat arrays live. Keys are created once, then loaded and released any number of times."""
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether `read_frozen` needs no memory, however much is asked for."""
+        ...
 
     def create(self, key: Key, num_elements: int, dtype: torch.dtype) -> None:
         """A new array of zeros."""
@@ -67,13 +74,15 @@ class Tier(Protocol):
 class DramTier:
     """Arrays that stay in memory. At most `snapshot_bytes` of copies are made while frozen (None: no limit)."""
 
+    reads_in_place = True
+
     def __init__(self, snapshot_bytes: int | None = None) -> None:
         self._arrays: dict[Key, Tensor] = {}
         self._snapshot_bytes = snapshot_bytes
         self._changed = threading.Condition()
         self._frozen: set[Key] = set()  # content not yet read
         self._copies: dict[Key, Tensor] = {}  # old content of frozen arrays that have changed since
-        self._reading: Key | None = None
+        self._reading: set[Key] = set()  # frozen arrays that are being read where they are
         self._wanted: Key | None = None  # what `preserve` waits for
 
     @property
@@ -81,7 +90,7 @@ class DramTier:
         return sum(array.nbytes for array in self._arrays.values())
 
     def create(self, key: Key, num_elements: int, dtype: torch.dtype) -> None:
-        self._arrays[key] = torch.zeros(num_elements, dtype=dtype)
+        self._arrays[key] = zeros(num_elements, dtype)
 
     def prefetch(self, key: Key) -> None:
         pass
@@ -108,7 +117,7 @@ class DramTier:
         """While the old content is being read in place, or there is no room for a copy and others will go."""
         if key not in self._frozen or key in self._copies:
             return False
-        if key == self._reading:
+        if key in self._reading:
             return True
         used = sum(copy.nbytes for copy in self._copies.values())
         fits = self._snapshot_bytes is None or used + self._arrays[key].nbytes <= self._snapshot_bytes
@@ -123,21 +132,21 @@ class DramTier:
         with self._changed:
             assert key in self._frozen, key
             if key not in self._copies:
-                self._reading = key
+                self._reading.add(key)
             return self._copies.get(key, self._arrays[key])[start : start + num_elements]
 
     def drop_frozen(self, key: Key) -> None:
         with self._changed:
             self._frozen.discard(key)
             self._copies.pop(key, None)
-            self._reading = None
+            self._reading.discard(key)
             self._changed.notify_all()
 
     def thaw(self) -> None:
         with self._changed:
             self._frozen.clear()
             self._copies.clear()
-            self._reading = None
+            self._reading.clear()
             self._changed.notify_all()
 
     def close(self) -> None:

@@ -5,10 +5,15 @@ are the fp32 number to the bit, in 4 bytes, and the wire is ready to send. (Roun
 17-bit remainder at ties.) Non-finite numbers are refused, not encoded.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from openwafer.errors import UserError
+
+WIRE = "wire"  # the fields of a store that hold the two halves
+REMAINDER = "remainder"
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,5 +31,17 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 def merge(wire: Tensor, remainder: Tensor) -> Tensor:
     """The fp32 master."""
-    high = wire.contiguous().view(torch.int16).to(torch.int32) << 16
-    return (high + remainder.to(torch.int32)).view(torch.float32)
+    master = torch.empty_like(wire, dtype=torch.float32, memory_format=torch.contiguous_format)
+    merge_into(master, (wire, remainder))
+    return master
+
+
+def merge_into(master: Tensor, halves: Iterable[Tensor]) -> None:
+    """Write the fp32 master of (wire, remainder) to a contiguous tensor; no other memory is taken. The second half
+    is asked for when the first is done with."""
+    bits = master.view(torch.int32)
+    for half in halves:
+        if half.dtype == torch.bfloat16:
+            bits.copy_(half.contiguous().view(torch.int16)).bitwise_left_shift_(16)
+        else:
+            bits += half

@@ -23,7 +23,10 @@ class TrainConfig:
     )
     seed: int = option(0, help="initial weights, order of samples and dropout", minimum=0)
     device: Literal["cpu", "cuda"] = option("cpu", help="where Units are computed; cuda does not work yet")
-    num_csx: int = option(1, help="number of workers; more than 1 does not work yet", minimum=1)
+    num_csx: int = option(1, help="number of workers; the result is the same with any number", minimum=1)
+    recompute: bool = option(
+        True, help="compute what is inside a Unit again in backward; false: keep it, which is faster and takes memory"
+    )
     checkpoint_every: int | None = option(None, help="steps between checkpoints (default: only at the end)", minimum=1)
     keep_checkpoints: int | None = option(3, help="how many checkpoints to keep (empty: all)", minimum=1)
     eval_every: int | None = option(None, help="steps between evaluations (default: none in between)", minimum=1)
@@ -36,9 +39,30 @@ class TrainConfig:
                 f"micro_batch_size {self.micro_batch} does not divide batch_size {self.batch_size}: "
                 "micro-batches all have the same size"
             )
-        if self.num_csx > 1:
-            raise UserError(f"num_csx {self.num_csx}: more than one worker does not work yet; use num_csx 1")
 
     @property
     def micro_batch(self) -> int:
         return self.micro_batch_size or self.batch_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.batch_size // self.micro_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """Where a run writes its timeline. Flags only: a trace is of this run, not of those that resume it."""
+
+    trace: Path | None = option(None, help="write a timeline of some steps to this file, for ui.perfetto.dev")
+    trace_steps: tuple[int, ...] | None = option(
+        None, help="first and last step in the timeline, such as 10,12 (default: the first ten of this run)", minimum=1
+    )
+
+    def __post_init__(self) -> None:
+        if self.trace_steps is None:
+            return
+        if self.trace is None:
+            raise UserError("--trace_steps says which steps, but --trace FILE says where: give both")
+        if len(self.trace_steps) not in (1, 2) or self.trace_steps[0] > self.trace_steps[-1]:
+            shown = ",".join(map(str, self.trace_steps)) or "none"
+            raise UserError(f"--trace_steps must be one step or a first and a last such as 10,12, got {shown}")

@@ -32,7 +32,7 @@ def import_model(
     shard_bytes: int = checkpoint.SHARD_BYTES,
     on_tensor: Callable[[str], None] = lambda name: None,
 ) -> Imported:
-    """Write the weights, in fp32, as step 0 of a run in `model_dir`. Holds about two shards at a time."""
+    """Write the weights, in fp32, as step 0 of a run in `model_dir`. Holds about one weight at a time."""
     existing = checkpoint.latest(model_dir)
     if existing is not None:
         raise UserError(f"{model_dir} already holds a run ({existing.name}): choose another folder")

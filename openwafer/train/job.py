@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from openwafer import checkpoint
+from openwafer import checkpoint, timeline
 from openwafer.data.batches import Batches
 from openwafer.data.config import DataConfig
 from openwafer.data.prepare import folder_of
@@ -32,14 +32,16 @@ from openwafer.memoryx.placement import close_tiers, open_tiers, place
 from openwafer.memoryx.store import Store
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
+from openwafer.swarmx.config import SwarmConfig
 from openwafer.train import guard
-from openwafer.train.config import TrainConfig
+from openwafer.train.config import TraceConfig, TrainConfig
 from openwafer.train.engine import MicroBatch
 from openwafer.train.metrics import MetricsLog, StepMetrics
 from openwafer.train.progress import ProgressDisplay
 from openwafer.train.saver import Saver
 from openwafer.train.schedule import ScheduleConfig
 from openwafer.train.streamed import Streamed, fill, restore
+from openwafer.train.workers import LocalWorkers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,8 @@ class JobConfig:
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     memoryx: MemoryConfig = field(default_factory=MemoryConfig)
+    swarmx: SwarmConfig = field(default_factory=SwarmConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     params: dict[str, Any]  # stored in checkpoints, so that they can be served and compared
 
 
@@ -69,8 +73,10 @@ class JobResult:
 class Job:
     """One run in one model_dir."""
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self, config: JobConfig, workers: LocalWorkers | None = None) -> None:
+        """`workers` compute, where there are any but this process; whoever made them closes them."""
         train = config.train
+        self.workers = workers
         if train.device == "cuda":
             raise UserError("device cuda: training on a GPU does not work yet; use --device cpu")
         self.config = config
@@ -95,7 +101,7 @@ class Job:
             )
         self.kept_meta: dict[str, Any] = {}  # filled from the checkpoint: what came with imported weights
         self.placement = place(self.graph, make_optimizer(config.optimizer), config.memoryx)
-        self.tiers = open_tiers(self.placement, config.memoryx)
+        self.tiers = (workers.open_tiers if workers else open_tiers)(self.placement, config.memoryx)
         try:
             self.engine = self._engine()
         except BaseException:
@@ -120,13 +126,21 @@ class Job:
         with (
             _closing(saver),
             MetricsLog(train.model_dir, resumed_step=engine.num_steps_done) as log,
-            ProgressDisplay(train.num_steps, start=engine.num_steps_done, every=train.log_every) as display,
+            ProgressDisplay(
+                train.num_steps,
+                start=engine.num_steps_done,
+                every=train.log_every,
+                workers=engine.swarm.lines if engine.swarm else tuple,
+            ) as display,
+            self._timeline() as times,
             _interruptible() as interrupted,
         ):
             while engine.num_steps_done < train.num_steps and not interrupted:
-                began = time.perf_counter()
-                result = engine.step(self._micro_batches(self.batches, engine.num_steps_done))
-                loss, rate = result.loss, train.batch_size * self.context / (time.perf_counter() - began)
+                with times.step(engine.num_steps_done + 1) as spent:
+                    with times.span(timeline.DATA, "batch"):
+                        micro_batches = self._micro_batches(self.batches, engine.num_steps_done)
+                    result = engine.step(micro_batches)
+                loss, rate = result.loss, train.batch_size * self.context / spent.seconds
                 eval_loss = self._evaluate() if self._is_due(train.eval_every) else None
                 metrics = StepMetrics(
                     step=engine.num_steps_done,
@@ -136,6 +150,9 @@ class Job:
                     tokens_per_s=rate,
                     time=time.time(),
                     eval_loss=eval_loss,
+                    **self._traffic(),
+                    step_s=spent.seconds,
+                    spent_s=spent.by_lane,
                 )
                 log.write(metrics)
                 display.update(metrics)
@@ -152,6 +169,18 @@ class Job:
         if train.mode == "train_and_eval" and eval_loss is None:
             eval_loss = self._evaluate()
         return self._result(loss, eval_loss, rate)
+
+    def _traffic(self) -> dict[str, Any]:
+        """What went over the fabric in the last step."""
+        swarm = self.engine.swarm
+        if swarm is None or swarm.report is None:
+            return {}
+        report = swarm.report
+        return {"broadcast_bytes": report.broadcast_bytes, "reduced_bytes": report.reduced_bytes, "csx": report.csx}
+
+    def _timeline(self) -> timeline.Timeline:
+        steps = self.config.trace.trace_steps or (None,)
+        return timeline.Timeline(self.config.trace.trace, steps[0], steps[-1])
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.engine.num_steps_done % every == 0
@@ -178,10 +207,14 @@ class Job:
         store = Store(self.graph, optimizer, self.tiers)
         buffers = [name for name in self.graph.buffers if name not in self.graph.constants]
         schedule = config.schedule.build(config.train.num_steps)
+        options: dict[str, Any] = {"recompute": config.train.recompute}
+        if self.workers is not None:
+            link, swarm = self.workers.attach(self.graph, store, seed, options)
+            options |= {"link": link, "swarm": swarm}
         if self.resumed is None:
             fill(store, initialise(self.module, self.graph.weights, seed))
             values = dict(initialise(self.module, buffers, seed))
-            return Streamed(self.graph, store, values, config.optimizer, schedule, seed)
+            return Streamed(self.graph, store, values, config.optimizer, schedule, seed, **options)
         stored = checkpoint.Checkpoint.open(self.resumed)
         self._check_same_model(stored)
         self._check_same_tokens(stored)
@@ -190,7 +223,7 @@ class Job:
         # Imported weights come without the buffers that the model computes for itself.
         values = dict(initialise(self.module, [name for name in buffers if f"buffers/{name}" not in names], seed))
         values |= {name: stored.read(f"buffers/{name}") for name in buffers if name not in values}
-        engine = Streamed(self.graph, store, values, config.optimizer, schedule, seed, num_steps_done=stored.step)
+        engine = Streamed(self.graph, store, values, config.optimizer, schedule, seed, stored.step, **options)
         if guard.STATE in names:
             engine.guard.restore(stored.read(guard.STATE))
         self.kept_meta = {key: value for key, value in stored.meta.items() if key != "params"}
@@ -222,7 +255,7 @@ class Job:
             )
 
     def _save(self, step: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:
-        train, dram = self.config.train, self.config.memoryx.dram
+        train = self.config.train
         return checkpoint.save(
             train.model_dir,
             step,
@@ -230,8 +263,6 @@ class Job:
             {"params": self.config.params, **self.kept_meta},
             tokenizer=self.train_shards.tokenizer,
             keep=train.keep_checkpoints,
-            # Under a budget the copies that writing makes are kept small beside it.
-            shard_bytes=checkpoint.SHARD_BYTES if dram is None else min(checkpoint.SHARD_BYTES, dram // 64),
         )
 
     # Data
@@ -260,6 +291,8 @@ class Job:
             f"{graph.num_parameters:,} parameters in {len(graph.units)} Units ({len(graph.functions)} distinct), "
             f"{train.batch_size} x {self.context} tokens per step, on {train.device}"
         )
+        if self.workers is not None:
+            _say(f"{self.workers.num_csx} workers with {self.workers.threads} threads each")
         if self.placement.flash:
             _say(str(self.placement))
         if self.resumed is not None:

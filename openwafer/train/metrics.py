@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from openwafer.errors import UserError
+from openwafer.swarmx.report import CsxReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,11 @@ class StepMetrics:
     tokens_per_s: float
     time: float
     eval_loss: float | None = None  # on held-out text, at the steps that evaluate
+    step_s: float | None = None  # how long it took
+    spent_s: dict[str, float] | None = None  # seconds of it by what it waited for (`timeline.py`)
+    broadcast_bytes: int | None = None  # weights sent to all workers, where there is more than one
+    reduced_bytes: int | None = None  # gradients that came from all workers
+    csx: tuple[CsxReport, ...] | None = None  # each worker
 
 
 class MetricsLog:

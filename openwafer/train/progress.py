@@ -3,10 +3,11 @@
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TextIO
 
+from openwafer.timeline import StepTime
 from openwafer.train.metrics import StepMetrics
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -51,8 +52,21 @@ class LossHistory:
 class ProgressDisplay:
     """Shows `update(metrics)`; a context manager. Off a terminal it prints a line every `every` steps."""
 
-    def __init__(self, num_steps: int, *, start: int = 0, every: int = 10, stream: TextIO | None = None):
-        """`num_steps`: the last step of the run; `start`: steps done before it was resumed."""
+    def __init__(
+        self,
+        num_steps: int,
+        *,
+        start: int = 0,
+        every: int = 10,
+        stream: TextIO | None = None,
+        workers: Callable[[], Sequence[str]] = tuple,
+    ):
+        """`num_steps`: the last step of the run; `start`: steps done before it was resumed.
+
+        `workers` gives a line about each worker as it is now; on a terminal they are refreshed all the time.
+        """
+        self._workers = workers
+        self._lines: list[str] = []  # of the last step
         self._num_steps = num_steps
         self._start = start
         self._every = every
@@ -69,7 +83,7 @@ class ProgressDisplay:
             from rich.live import Live
 
             console = Console(file=self._stream, highlight=False)
-            self._live = Live(console=console, refresh_per_second=8, auto_refresh=True)
+            self._live = Live(console=console, refresh_per_second=8, auto_refresh=True, get_renderable=self._renderable)
             self._live.start()
         return self
 
@@ -82,11 +96,17 @@ class ProgressDisplay:
     def update(self, metrics: StepMetrics) -> None:
         self._history.add(metrics.loss)
         if self._live is not None:
-            from rich.text import Text
-
-            self._live.update(Text(self._line(metrics), no_wrap=True, overflow="crop"))
+            self._lines = [self._line(metrics), *self._spent(metrics)]
+            self._live.refresh()
         elif metrics.step % self._every == 0 or metrics.step in (self._start + 1, self._num_steps):
-            print(self._line(metrics), file=self._stream, flush=True)
+            print("  ".join([self._line(metrics), *self._spent(metrics)]), file=self._stream, flush=True)
+            for line in self._workers():
+                print(f"  {line}", file=self._stream, flush=True)
+
+    def _renderable(self) -> Any:
+        from rich.text import Text
+
+        return Text("\n".join([*self._lines, *self._workers()]), no_wrap=True, overflow="crop")
 
     def _line(self, metrics: StepMetrics) -> str:
         left = self._num_steps - metrics.step
@@ -100,6 +120,13 @@ class ProgressDisplay:
             sparkline(self._history.values, bars=self._bars),
         ]
         return "  ".join(parts)
+
+    def _spent(self, metrics: StepMetrics) -> list[str]:
+        """What the step waited for, in one line, if that is known."""
+        if metrics.step_s is None or metrics.spent_s is None:
+            return []
+        shares = StepTime(metrics.step, metrics.step_s, metrics.spent_s).shares()
+        return [shares if _can_show(self._stream, shares) else shares.replace(" · ", ", ")]
 
 
 def _can_show(stream: TextIO, text: str) -> bool:

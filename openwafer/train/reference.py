@@ -6,9 +6,10 @@ Streamed training must equal this bit for bit, on any number of workers and any 
    (seed, step, micro-batch, Unit).
 2. The gradient of each use of a weight is summed over micro-batches along one fixed tree (`tree.py`), and
    the uses of a weight are added in reverse Unit order.
-3. Gradients are divided by the number of micro-batches, or by the global count when the model returns
-   `(loss_sum, count)`, and by the loss scale that backward started from.
-4. The global norm is taken over fixed blocks (`norm.py`), gradients are clipped, the optimizer is applied.
+3. The norm of these sums is taken over fixed blocks (`norm.py`). It and the gradients are divided by the number of
+   micro-batches, or by the global count when the model returns `(loss_sum, count)`, and by the loss scale that
+   backward started from.
+4. Gradients are clipped, the optimizer is applied.
 
 A step that meets a NaN or an infinity changes no weight, no buffer and no optimizer state (`guard.py`).
 """
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor
 
 from openwafer.csx.loss import LossNames, find_loss
-from openwafer.csx.tree import TreeSum
 from openwafer.errors import UserError
 from openwafer.graph import Graph, Unit
 from openwafer.graph.randomness import seed_of, set_seed
@@ -29,6 +29,7 @@ from openwafer.graph.run import backward, bind_inputs, forward
 from openwafer.memoryx.config import OptimizerConfig
 from openwafer.memoryx.norm import block_sums, clipped, global_norm
 from openwafer.memoryx.optimizer import make_optimizer
+from openwafer.swarmx.tree import TreeSum
 from openwafer.train import guard
 from openwafer.train.engine import MicroBatch, StepResult, mean_loss
 
@@ -71,10 +72,11 @@ class Reference:
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """One update on the global batch, given as its fixed list of micro-batches."""
         with torch.random.fork_rng(devices=[]):  # Units set the random state; the caller keeps its own
-            gradients, buffers, loss = self._gradients(micro_batches)
+            sums, divisor, buffers, loss = self._gradients(micro_batches)
         norm = math.nan  # of gradients of a loss that is not finite
         if math.isfinite(loss):
-            norm = global_norm(block_sums(gradient) for gradient in gradients.values())
+            norm = global_norm(block_sums(total) for total in sums.values()) / divisor
+        gradients = {name: total / divisor for name, total in sums.items()}
         lr = self.config.lr * self.schedule(self.state.step)
         is_good = self.guard.judge(loss, norm, lambda: self._not_finite(loss, gradients))
         if is_good:
@@ -87,8 +89,10 @@ class Reference:
         self.state.step += 1
         return StepResult(loss=loss, grad_norm=norm, lr=lr, skipped=not is_good)
 
-    def _gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
-        """Gradient of each trained weight, the buffers after the step, and the mean loss."""
+    def _gradients(
+        self, micro_batches: Sequence[MicroBatch]
+    ) -> tuple[dict[str, Tensor], float, dict[str, Tensor], float]:
+        """Summed gradient of each trained weight, what to divide it by, buffers after the step, and the mean loss."""
         sums: list[dict[str, TreeSum]] = [{} for _ in self.graph.units]
         buffers = dict(self.state.buffers)
         losses: list[float] = []
@@ -114,9 +118,8 @@ class Reference:
             for name, total in uses_of_unit.items():
                 use = total.total()
                 gradients[name] = gradients[name] + use if name in gradients else use
-        scaled_divisor = divisor * self.guard.scale
-        ordered = {name: gradients[name] / scaled_divisor for name in self.trained if name in gradients}
-        return ordered, buffers, math.fsum(losses) / divisor
+        ordered = {name: gradients[name] for name in self.trained if name in gradients}
+        return ordered, divisor * self.guard.scale, buffers, math.fsum(losses) / divisor
 
     def _seeder(self, micro_batch: int) -> Callable[[Unit], None]:
         def seeder(unit: Unit) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from openwafer import timeline
 from openwafer.errors import UserError
 from openwafer.train.engine import Frozen
 
@@ -65,7 +66,8 @@ class Saver:
 
     def _write(self, step: int, frozen: Frozen) -> Path:
         try:
-            return self._save(step, self._until_cancelled(frozen.tensors))
+            with timeline.span(timeline.CHECKPOINT, f"save step {step}"):
+                return self._save(step, self._until_cancelled(frozen.tensors))
         finally:
             frozen.close()  # also after a failure: training may be waiting for it
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from openwafer import timeline
 from openwafer.csx.link import DirectLink, Link, Parcel
 from openwafer.csx.loss import find_loss
 from openwafer.csx.worker import Pass, Worker
@@ -19,12 +20,12 @@ from openwafer.errors import UserError
 from openwafer.graph import Graph, Unit
 from openwafer.graph.run import bind_inputs, forward_unit
 from openwafer.memoryx.config import OptimizerConfig
-from openwafer.memoryx.halves import scaled
 from openwafer.memoryx.norm import block_sums, clip_factor, global_norm
 from openwafer.memoryx.store import REMAINDER, WIRE, Store
 from openwafer.memoryx.update import UpdateNumbers
 from openwafer.train import guard
 from openwafer.train.engine import Frozen, MicroBatch, StepResult, mean_loss
+from openwafer.train.swarm import Swarm
 
 
 class Streamed:
@@ -40,13 +41,18 @@ class Streamed:
         seed: int = 0,
         num_steps_done: int = 0,
         link: Link | None = None,
+        *,
+        recompute: bool = True,
+        swarm: Swarm | None = None,
     ) -> None:
+        """`swarm`: the workers, where there is more than this one."""
         self.graph = graph
         self.store = store
         self.buffers = dict(buffers)
         self.config = config
         self.schedule = schedule
-        self.worker = Worker(graph, seed)
+        self.worker = swarm or Worker(graph, seed, recompute=recompute)
+        self.swarm = swarm
         self.guard = guard.Guard(config)
         self.link = link or DirectLink(store)
         self.num_steps_done = num_steps_done
@@ -85,7 +91,7 @@ class Streamed:
         for unit, gradients in self.worker.backward(self.link.stream, done, self.guard.scale):
             if not gradients:
                 continue
-            mine = [block_sums(scaled(gradient, numbers)) for gradient in gradients.values()]
+            mine = self._squares(unit, gradients)
             # On a GPU this test would wait for it; there the optimizer finds what is not finite.
             if self.link.device.type == "cpu" and not math.isfinite(global_norm(mine)):
                 raise UserError(
@@ -94,7 +100,7 @@ class Streamed:
                 )
             sums += mine
             self.link.apply(self.link.send(unit, gradients), limited)
-        norm = global_norm(sums)
+        norm = global_norm(sums) / numbers.divisor
         self.guard.judge(done.loss, norm, lambda: _bad_norm(done))
         return norm
 
@@ -104,9 +110,9 @@ class Streamed:
         parcels: list[Parcel] = []
         for unit, gradients in self.worker.backward(self.link.stream, done, self.guard.scale):
             if gradients:
-                sums[unit] = [block_sums(scaled(gradient, numbers)) for gradient in gradients.values()]
+                sums[unit] = self._squares(unit, gradients)
                 parcels.append(self.link.send(unit, gradients))
-        norm = global_norm(part for parts in sums.values() for part in parts)
+        norm = global_norm(part for parts in sums.values() for part in parts) / numbers.divisor
         is_good = self.guard.judge(done.loss, norm, lambda: _bad_gradients(done, sums))
         config = self.config
         factor = None if config.max_grad_value is not None else clip_factor(norm, config.max_grad_norm)
@@ -119,8 +125,16 @@ class Streamed:
                 self.link.discard(parcel)
         return norm, is_good
 
+    def _squares(self, unit: Unit, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+        """What the norm is made of."""
+        lane = timeline.UPDATE if self.link.device.type == "cpu" else timeline.LAUNCH
+        with timeline.span(lane, f"norm {unit.name}"):
+            return [block_sums(gradient) for gradient in gradients.values()]
+
     def evaluate(self, micro_batches: Sequence[MicroBatch], graph: Graph) -> float:
         """Mean loss of `graph` (the model captured in eval mode, with the same Units) with the current weights."""
+        if self.swarm is not None:
+            return self.swarm.evaluate(micro_batches, graph, self.buffers)
         device = self.link.device
         local = [pytree.tree_map_only(Tensor, lambda t: t.to(device), dict(batch)) for batch in micro_batches]
         values = [bind_inputs(graph, (), batch) for batch in local]
@@ -183,8 +197,9 @@ def _name(weight: str, field: str) -> str:
 
 def _bad_loss(graph: Graph, done: Pass) -> UserError:
     """Says which Unit was the first to give something that is not finite."""
-    names = (unit.name for unit in graph.units for values in done.values if _is_bad(unit, values))
-    where = next((f", and Unit {name!r} is the first whose result is not finite" for name in names), "")
+    names = [done.suspect] if done.suspect else []
+    names += (unit.name for unit in graph.units for values in done.values if _is_bad(unit, values))
+    where = next((f", and Unit {name!r} is the first whose result is not finite" for name in names[:1]), "")
     return UserError(f"step {done.step + 1}: the loss is {done.loss}{where}: nothing was changed; check the data")
 
 

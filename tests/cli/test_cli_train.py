@@ -1,13 +1,13 @@
 """`openwafer train` as a user runs it: real processes, killed and resumed, with the same bits at the end."""
 
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from openwafer.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 STEPS = 30
+Forks = Any  # of conftest.py
 
 
 @pytest.fixture(scope="module")
@@ -79,49 +80,72 @@ def test_it_learns_and_reports(whole: Path) -> None:
     assert kept == ["step_00000020", "step_00000025", "step_00000030"]
 
 
-def test_resumed_after_sigkill_it_ends_with_the_same_bits(params: Path, whole: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+def test_kept_activations_on_flash_and_a_trace_change_no_bit(
+    params: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    flags = ["--recompute", "false", "--dram", "330KB", "--flash", str(tmp_path / "flash")]
+    flags += ["--trace", str(trace), "--trace_steps", "3,5"]
+    assert main(["train", "--params", str(params), "--model_dir", str(tmp_path / "run"), *flags]) == 0
+    assert_same(tensors(tmp_path / "run"), tensors(whole))
+
+    events = json.loads(trace.read_text())
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    found: dict[str, list[str]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            found.setdefault(lanes[event["tid"]], []).append(event["name"])
+    assert found["steps"] == ["step 3", "step 4", "step 5"]
+    for direction in ("forward", "backward"):
+        assert found["compute"].count(f"{direction} transformer.h.1") == 3
+    assert found["update"].count("transformer.h.1") == 3
+    assert found["data"] == ["batch"] * 3
+    assert all(name.endswith(".flash") for name in found["flash read"] + found["flash write"])
+
+    for record in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        assert sum(record["spent_s"].values()) == pytest.approx(record["step_s"])
+        assert record["spent_s"]["compute"] > 0
+        assert record["spent_s"]["update"] > 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("step ")]
+    assert len(lines) == 4
+    assert all("s = " in line and "compute" in line for line in lines)
+
+
+def test_resumed_after_sigkill_it_ends_with_the_same_bits(
+    params: Path, whole: Path, tmp_path: Path, forks: Forks
+) -> None:
     rng = random.Random(1)
     for _ in range(3):  # killed three times, at moments that depend on nothing
-        process = subprocess.Popen(
-            command(params, tmp_path, "--log_every", "1"), env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT
-        )
-        assert process.stderr is not None
-        steps_to_see = rng.randint(2, 8)
-        for line in process.stderr:
-            steps_to_see -= line.startswith("step ")
-            if steps_to_see == 0:
-                break
+        process = forks.start("train", "--params", params, "--model_dir", tmp_path, "--log_every", "1")
+        for _ in range(rng.randint(2, 8)):
+            process.read_until("step ")
         time.sleep(rng.random() * 0.05)
         process.kill()
         assert process.wait() == -signal.SIGKILL
-        process.stderr.close()
-    done = subprocess.run(command(params, tmp_path), env=environment, capture_output=True, text=True, cwd=ROOT)
+    # To its end as a shell would start it.
+    done = subprocess.run(command(params, tmp_path), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "resuming from" in done.stderr
     assert_same(tensors(tmp_path), tensors(whole))
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, STEPS + 1))
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(params: Path, whole: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command(params, tmp_path, "--log_every", "1"), env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("step 7/"):
-            break
+def test_ctrl_c_saves_and_the_same_command_goes_on(params: Path, whole: Path, tmp_path: Path, forks: Forks) -> None:
+    flags = ["train", "--params", params, "--model_dir", tmp_path, "--log_every", "1"]
+    process = forks.start(*flags, "--trace", tmp_path / "trace.json", "--trace_steps", "1,99")
+    process.read_until("step 7/")
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
-    process.stderr.close()
     assert process.wait() == 130, rest
     assert "the same command goes on from there" in rest
     assert "Traceback" not in rest
     stopped = latest(tmp_path)
     assert stopped is not None
-    assert 7 <= Checkpoint.open(stopped).step < STEPS
-    assert subprocess.run(command(params, tmp_path), env=environment, capture_output=True, cwd=ROOT).returncode == 0
+    step = Checkpoint.open(stopped).step
+    assert 7 <= step < STEPS
+    traced = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] == "X"]
+    assert [name for name in traced if name.startswith("step ")] == [f"step {number + 1}" for number in range(step)]
+    assert forks.run(*flags)[0] == 0
     assert_same(tensors(tmp_path), tensors(whole))
 
 

@@ -30,12 +30,13 @@ def arrays(seed: int, size: int, dtype: torch.dtype) -> Halves:
     step=st.integers(1, 10_000),
     threads=st.integers(1, 3),
     factor=st.sampled_from([1.0, 0.125, 0.3]),
+    divisor=st.sampled_from([7.0, 16384.0, 2.0**-20, 2.0**120]),
 )
 @settings(deadline=None)
 def test_the_c_pass_is_the_definition(
-    seed: int, sizes: list[int], dtype: torch.dtype, step: int, threads: int, factor: float
+    seed: int, sizes: list[int], dtype: torch.dtype, step: int, threads: int, factor: float, divisor: float
 ) -> None:
-    numbers = AdamWStep(lr=3e-3, beta1=0.9, beta2=0.999, eps=1e-8, step=step, divisor=7.0, factor=factor)
+    numbers = AdamWStep(lr=3e-3, beta1=0.9, beta2=0.999, eps=1e-8, step=step, divisor=divisor, factor=factor)
     fast = [arrays(seed + k, size, dtype) for k, size in enumerate(sizes)]
     slow = [arrays(seed + k, size, dtype) for k, size in enumerate(sizes)]
     assert adamw(fast, numbers, threads=threads)
@@ -43,6 +44,19 @@ def test_the_c_pass_is_the_definition(
         assert adamw_reference(theirs, numbers)
         for a, b in zip(ours[:5], theirs[:5], strict=True):
             assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+def test_the_new_state_can_go_elsewhere(has_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_library:
+        monkeypatch.setattr("openwafer.kernels.adamw.library", lambda name: None)
+    old, same, kept = (arrays(3, 70_001, torch.bfloat16) for _ in range(3))
+    other = Halves(*(torch.empty_like(t) for t in old[:5]), 0.0)
+    assert adamw([old], STEP, to=[other])
+    assert adamw([same], STEP)
+    for before, untouched, new, expected in zip(kept[:4], old[:4], other[:4], same[:4], strict=True):
+        assert torch.equal(before.view(torch.int16), untouched.view(torch.int16))
+        assert torch.equal(new.view(torch.int16), expected.view(torch.int16))
 
 
 def test_it_is_adamw() -> None:

@@ -124,7 +124,7 @@ def trained(hidden_size, layers, memory, steps):
     fill(store, initialise(module, graph.weights, 0))
     engine = Streamed(graph, store, {}, OptimizerConfig(lr=1e-3), lambda step: 1.0)
     def write(step, tensors):
-        return save(folder / "model", step, tensors, {}, shard_bytes=(config.dram or 1 << 30) // 64)
+        return save(folder / "model", step, tensors, {})
     saver = Saver(write, print)
     losses = []
     for step in range(steps):
@@ -163,4 +163,4 @@ def test_a_model_of_three_times_the_budget_trains_under_a_memory_limit(tmp_path:
     # The limit is real: the same in DRAM does not start.
     done = subprocess.run([*command, "dram"], **options)
     assert done.returncode != 0
-    assert "not enough memory" in done.stderr
+    assert "cannot get" in done.stderr or "not enough memory" in done.stderr

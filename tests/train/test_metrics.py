@@ -34,6 +34,8 @@ def test_records(tmp_path):
         "tokens_per_s": 100.0,
         "time": 1.0,
         "eval_loss": None,
+        "step_s": None,
+        "spent_s": None,
     }
 
 

@@ -4,6 +4,7 @@ import math
 import os
 import pty
 import threading
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +53,17 @@ def test_plain_lines_when_not_a_terminal():
     lines = stream.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/25", "step 10/25", "step 20/25", "step 25/25"]
     assert "loss 0.4000  12.3k tokens/s  ETA 0:00:00  █" in lines[-1]
+
+
+def test_a_line_says_what_the_step_waited_for():
+    spent = {"compute": 0.7, "flash read": 0.2, "update": 0.1}
+    done = replace(metrics(5, 1.0), step_s=1.0, spent_s=spent)
+    for encoding, dot in (("utf-8", " · "), ("ascii", ", ")):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        with ProgressDisplay(5, stream=stream) as display:
+            display.update(done)
+        stream.seek(0)
+        assert stream.read().endswith(f"  1 s = compute 70 %{dot}flash read 20 %{dot}update 10 %\n")
 
 
 def test_a_resumed_run_counts_from_where_it_is():

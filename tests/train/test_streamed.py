@@ -104,7 +104,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], list[dict[str, 
 SMALL = {"small": (small, brief)}
 
 
-def both(module: nn.Module, batch: dict[str, Any], config: OptimizerConfig) -> tuple[Reference, Streamed]:
+def both(
+    module: nn.Module, batch: dict[str, Any], config: OptimizerConfig, *, recompute: bool = True
+) -> tuple[Reference, Streamed]:
     graph = with_groups(capture(module.train(), (), batch), config.groups)
     buffers = [name for name in graph.buffers if name not in graph.constants]
     state = State(
@@ -120,7 +122,8 @@ def both(module: nn.Module, batch: dict[str, Any], config: OptimizerConfig) -> t
         return 1.0 / (1 + step / 10)
 
     reference = Reference(graph=graph, state=state, config=config, schedule=schedule, seed=3)
-    streamed = Streamed(graph, store, dict(initialise(module, buffers, 0)), config, schedule, seed=3)
+    values = dict(initialise(module, buffers, 0))
+    streamed = Streamed(graph, store, values, config, schedule, seed=3, recompute=recompute)
     return reference, streamed
 
 
@@ -132,11 +135,13 @@ def assert_equal(reference: Reference, streamed: Streamed) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def run_both(model: str, config: OptimizerConfig, steps: int = STEPS) -> tuple[Reference, list[StepResult]]:
+def run_both(
+    model: str, config: OptimizerConfig, steps: int = STEPS, *, recompute: bool = True
+) -> tuple[Reference, list[StepResult]]:
     """Train with both, compare every result and in the end every bit."""
     make, batches = (MODELS | SMALL)[model]
     torch.manual_seed(0)
-    reference, streamed = both(make(), batches(0)[0], config)
+    reference, streamed = both(make(), batches(0)[0], config, recompute=recompute)
     before = {name: tensor.clone() for name, tensor in reference.state.weights.items()}
     results = []
     for step in range(steps):
@@ -154,6 +159,19 @@ def test_fifty_steps_are_the_same_to_the_bit(model: str, max_grad_norm: float | 
     _, results = run_both(model, OptimizerConfig(lr=1e-2, max_grad_norm=max_grad_norm))
     if max_grad_norm:
         assert max(result.grad_norm for result in results) > max_grad_norm, "clipping must have happened"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_kept_activations_change_no_bit(model: str) -> None:
+    run_both(model, OptimizerConfig(lr=1e-2, max_grad_norm=0.5), steps=8, recompute=False)
+
+
+def test_skipped_steps_with_kept_activations() -> None:
+    torch.manual_seed(0)
+    reference, streamed = both(Touchy(), touchy(0)[0], OptimizerConfig(lr=1e-2, nan="skip"), recompute=False)
+    for step, x in enumerate([1.0, float("nan"), 1.0]):
+        assert repr(reference.step(touchy(step, x=x))) == repr(streamed.step(touchy(step, x=x)))
+    assert_equal(reference, streamed)
 
 
 GROUPS = (

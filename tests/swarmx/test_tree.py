@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openwafer.csx.tree import TreeSum, tree_sum
+from openwafer.swarmx.tree import TreeSum, tree_sum
 
 
 def leaves_of(count: int) -> list[torch.Tensor]:

@@ -1,0 +1,172 @@
+"""Messages between two ranks over any connection, with heartbeats: a rank that dies, hangs or is cut off is noticed.
+
+Each rank sends heartbeats, four or more per `timeout_s`. One from which nothing comes for `timeout_s` is lost, and so
+is one whose connection breaks. A rank that was itself stopped for a while (Ctrl-Z, a debugger) gives the others
+their time again.
+"""
+
+import collections
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from openwafer.errors import UserError
+from openwafer.swarmx.message import Message
+
+ALIVE = "alive"
+FAILED = "failed"  # a rank tells of an error of its own
+LOST = "lost"  # a rank tells the others which one is gone
+_BEATS = 4  # per timeout, at least
+_LONGEST_PAUSE_S = 1.0  # the live view shows what heartbeats say
+_START_TIMEOUT_S = 600.0  # until the first sign of life: a busy host may take long to start processes
+
+
+class RankLost(UserError):
+    """A rank died, hangs, or cannot be reached."""
+
+    def __init__(self, who: str, why: str) -> None:
+        super().__init__(f"{who} was lost: {why}")
+        self.who = who
+
+
+class Connection(Protocol):
+    """Bytes to and from one other rank, whole messages in order."""
+
+    def send_bytes(self, data: bytes, /) -> None: ...
+
+    def recv_bytes(self) -> bytes: ...
+
+    def close(self) -> None: ...
+
+
+class Mailbox:
+    """Messages that came, by sender and kind, for whoever waits for them."""
+
+    def __init__(self) -> None:
+        self._messages: dict[tuple[int, str], collections.deque[Message]] = {}
+        self._changed = threading.Condition()
+        self.lost: BaseException | None = None  # what whoever waits is told
+
+    def put(self, sender: int, message: Message) -> None:
+        with self._changed:
+            self._messages.setdefault((sender, message.kind), collections.deque()).append(message)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """From now on whoever waits is told; the first failure counts, others follow from it."""
+        with self._changed:
+            self.lost = self.lost or error
+            self._changed.notify_all()
+
+    def get(self, sender: int, *kinds: str) -> Message:
+        """The next message of one of these kinds from `sender`; raises when a rank is lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.lost or any(self._messages.get((sender, kind)) for kind in kinds))
+            if self.lost:
+                raise self.lost
+            kind = next(kind for kind in kinds if self._messages.get((sender, kind)))
+            return self._messages[sender, kind].popleft()
+
+    def clear(self) -> None:
+        """Forget what came and was not asked for."""
+        with self._changed:
+            self._messages.clear()
+
+
+@dataclass(eq=False)
+class Peer:
+    """The other end of a channel. `status` is what its last heartbeat said."""
+
+    rank: int
+    name: str  # "csx 2 (process 4711)"
+    status: dict[str, Any]
+    status_changed: float  # when it last said something new, by our clock
+
+
+class Channel:
+    """One connection, read by a thread into a mailbox; `status` gives what our heartbeats tell."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        mailbox: Mailbox,
+        *,
+        rank: int,
+        name: str,
+        timeout_s: float,
+        status: Callable[[], dict[str, Any]],
+        on_lost: Callable[[RankLost], None] | None = None,
+    ) -> None:
+        self.peer = Peer(rank, name, {}, time.monotonic())
+        self._connection = connection
+        self._mailbox = mailbox
+        self._timeout_s = timeout_s
+        self._status = status
+        self._on_lost = on_lost
+        self._send_lock = threading.Lock()
+        self._last_heard = time.monotonic()
+        self._patience_s = max(_START_TIMEOUT_S, timeout_s)
+        self._is_closed = threading.Event()
+        for target in (self._read, self._watch):
+            threading.Thread(target=target, name=f"openwafer-{target.__name__}-{rank}", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        try:
+            with self._send_lock:
+                self._connection.send_bytes(message.encoded())
+        except (OSError, RuntimeError, ValueError) as error:
+            self._lose(f"cannot send to it ({error})")
+            raise self._mailbox.lost or error from None
+
+    def stop(self) -> None:
+        """From now on the other side may go."""
+        self._is_closed.set()
+
+    def close(self) -> None:
+        self.stop()
+        with contextlib.suppress(OSError):
+            self._connection.close()
+
+    def _read(self) -> None:
+        while not self._is_closed.is_set():
+            try:
+                message = Message.decoded(self._connection.recv_bytes())
+            except (EOFError, OSError, RuntimeError) as error:
+                reason = "its connection was closed" if isinstance(error, EOFError) or not str(error) else str(error)
+                return self._lose(reason)
+            self._last_heard, self._patience_s = time.monotonic(), self._timeout_s
+            if message.kind == ALIVE:
+                if message.fields != self.peer.status:
+                    self.peer.status, self.peer.status_changed = message.fields, self._last_heard
+            elif message.kind == FAILED:
+                self._mailbox.fail(UserError(message.fields["error"]))
+            elif message.kind == LOST:
+                self._fail(RankLost(message.fields["who"], message.fields["why"]))
+            else:
+                self._mailbox.put(self.peer.rank, message)
+
+    def _watch(self) -> None:
+        """Sends heartbeats and looks for those of the other side."""
+        pause_s = min(self._timeout_s / _BEATS, _LONGEST_PAUSE_S)
+        before = time.monotonic()
+        while not self._is_closed.wait(pause_s):
+            with contextlib.suppress(RankLost, OSError, RuntimeError, ValueError):
+                self.send(Message(ALIVE, self._status()))
+            now = time.monotonic()
+            if now - before > pause_s + self._timeout_s / 2:  # it was we who stood still
+                self._last_heard = now
+            before = now
+            if now - self._last_heard > self._patience_s:
+                return self._lose(f"nothing was heard of it for {self._patience_s:g} s")
+
+    def _lose(self, why: str) -> None:
+        if not self._is_closed.is_set():
+            self._fail(RankLost(self.peer.name, why))
+
+    def _fail(self, error: RankLost) -> None:
+        self._mailbox.fail(error)
+        if self._on_lost is not None:
+            self._on_lost(error)

@@ -1,0 +1,189 @@
+"""Workers on the same host: weights are read where the store keeps them, gradients are left in shared slots.
+
+A worker maps the store's arrays, so there is one copy of the weights for all. It writes its sums of gradients into a
+slot of its own memory and says where; the store adds them up and gives the slot back.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from openwafer.graph import Graph, Unit
+from openwafer.memoryx.store import Store
+from openwafer.memoryx.tier import Key
+from openwafer.swarmx.channel import Channel, Mailbox
+from openwafer.swarmx.hub import Hub, Shares
+from openwafer.swarmx.message import Message
+from openwafer.swarmx.shared_memory import Arena, ArenaView
+from openwafer.swarmx.tree import Node, Parts
+from openwafer.swarmx.waits import Waits
+
+STORE = 0  # the rank of the store in a worker's mailbox
+_NUM_SLOTS = 3  # of gradients per worker: one being written, one being read, one between
+
+
+class LocalHub(Hub):
+    """The store's end. `outboxes` are the workers' memories with gradients."""
+
+    def __init__(
+        self,
+        store: Store,
+        mailbox: Mailbox,
+        ready: Callable[[int], None],
+        channels: Sequence[Channel],
+        weights: Arena,
+        outboxes: Sequence[ArenaView],
+    ) -> None:
+        self._weights = weights
+        self._outboxes = outboxes
+        super().__init__(store, mailbox, ready, channels)
+
+    def push(self, unit: Unit, flats: Mapping[Key, Tensor]) -> None:
+        places = [[key[0], self._weights.offset_of(flat), flat.numel()] for key, flat in flats.items()]
+        must_hold = not self.store.is_resident(unit)
+        self.tell_all(Message("weights", {"unit": unit.index, "places": places, "must_say_done": must_hold}))
+        self.traffic.broadcast_bytes += sum(flat.nbytes for flat in flats.values()) * self.num_csx
+        if must_hold:
+            for csx in range(self.num_csx):
+                self.hear(csx, "done")
+
+    @contextlib.contextmanager
+    def collect(self, unit: Unit) -> Iterator[Shares]:
+        messages = [self.hear(csx, "gradients") for csx in range(self.num_csx)]
+        yield [self._read(csx, unit, message) for csx, message in enumerate(messages)]
+        for csx, message in enumerate(messages):
+            if message.fields["slot"] is not None:
+                self.tell(csx, Message("free", {"slot": message.fields["slot"]}))
+
+    def _read(self, csx: int, unit: Unit, message: Message) -> dict[str, dict[Node, Tensor]]:
+        assert message.fields["unit"] == unit.index, (message, unit.index)
+        found: dict[str, dict[Node, Tensor]] = {}
+        for name, start, stop, offset, dtype_name in message.fields["parts"]:
+            dtype = getattr(torch, dtype_name)
+            shape = self.store.graph.weights[name].spec.shape
+            num_bytes = shape_bytes(shape, dtype)
+            part = self._outboxes[csx].at(offset, num_bytes).view(dtype).view(shape)
+            found.setdefault(name, {})[start, stop] = part
+            self.traffic.reduced_bytes += num_bytes
+        return found
+
+
+class LocalPort:
+    """The worker's end."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        mailbox: Mailbox,
+        tell: Callable[[Message], None],
+        weights: ArenaView,
+        outbox: Arena,
+        *,
+        wire: torch.dtype,
+        waits: Waits,
+    ) -> None:
+        self.graph = graph
+        self.waits = waits
+        self.tell = tell
+        self._wire = wire
+        self._mailbox = mailbox
+        self._weights = weights
+        self._outbox = Outbox(outbox, self._free_slot)
+        self._largest = max(
+            sum(_padded(4 * graph.weights[name].spec.num_elements) for name in unit.weights) for unit in graph.units
+        )
+
+    def command(self) -> Message:
+        with self.waits.on("the next step"):
+            return self._mailbox.get(STORE, "command")
+
+    def hear(self, kind: str) -> Message:
+        with self.waits.on(kind):
+            return self._mailbox.get(STORE, kind)
+
+    def stream(self, order: Iterable[Unit]) -> Iterator[tuple[Unit, Mapping[str, Tensor]]]:
+        for unit in order:
+            with self.waits.on("weights", f" of {unit.name}"):
+                message = self._mailbox.get(STORE, "weights")
+            assert message.fields["unit"] == unit.index, (message, unit.index)
+            self.waits.doing = f"computes {unit.name}"
+            yield unit, self._weights_of(unit, message.fields["places"])
+            if message.fields["must_say_done"]:
+                self.tell(Message("done"))
+
+    def _weights_of(self, unit: Unit, places: list[list[int]]) -> dict[str, Tensor]:
+        dtype = self._wire
+        flats = {
+            owner: self._weights.at(offset, num_elements * dtype.itemsize).view(dtype)
+            for owner, offset, num_elements in places
+        }
+        specs = [self.graph.weights[name] for name in unit.weights]
+        return {
+            weight.name: flats[weight.owner][weight.offset : weight.offset + weight.spec.num_elements].view(
+                weight.spec.shape
+            )
+            for weight in specs
+        }
+
+    def send(self, unit: Unit, gradients: Mapping[str, Parts]) -> None:
+        num_parts = max((len(parts) for parts in gradients.values()), default=0)
+        slot, parts = self._outbox.write(gradients, self._largest * num_parts)
+        self.tell(Message("gradients", {"unit": unit.index, "slot": slot, "parts": parts}))
+
+    def _free_slot(self) -> int:
+        with self.waits.on("the reduction"):
+            return self._mailbox.get(STORE, "free").fields["slot"]
+
+
+class Outbox:
+    """Slots for gradients in shared memory. `wait` gives the next one that was read."""
+
+    def __init__(self, arena: Arena, wait: Callable[[], int]) -> None:
+        self._arena = arena
+        self._wait = wait
+        self._slots: list[Tensor] = []
+        self._free: list[int] = []
+
+    def write(self, gradients: Mapping[str, Parts], slot_bytes: int) -> tuple[int | None, list[list]]:
+        """(slot, [weight, first leaf, end, offset in bytes, type] of each part); no slot when there is nothing.
+
+        `slot_bytes` is enough for any Unit.
+        """
+        tensors = [(name, node, part) for name, parts in gradients.items() for node, part in parts.items()]
+        if not tensors:
+            return None, []
+        slot = self._take(slot_bytes)
+        base, position = self._arena.offset_of(self._slots[slot]), 0
+        places: list[list] = []
+        for name, (start, stop), part in tensors:
+            memory = self._slots[slot][position : position + part.nbytes].view(part.dtype)
+            memory.view(part.shape).copy_(part)
+            places.append([name, start, stop, base + position, str(part.dtype).removeprefix("torch.")])
+            position += _padded(part.nbytes)
+        return slot, places
+
+    def _take(self, num_bytes: int) -> int:
+        if self._slots and self._slots[0].numel() < num_bytes:  # more parts than before
+            while len(self._free) < len(self._slots):
+                self._free.append(self._wait())
+            self._slots, self._free = [], []
+        if self._free:
+            return self._free.pop()
+        if len(self._slots) < _NUM_SLOTS:
+            self._slots.append(self._arena.allocate(num_bytes))
+            return len(self._slots) - 1
+        return self._wait()
+
+
+def shape_bytes(shape: Iterable[int], dtype: torch.dtype) -> int:
+    total = dtype.itemsize
+    for size in shape:
+        total *= size
+    return total
+
+
+def _padded(num_bytes: int) -> int:
+    """Parts start at multiples of a cache line."""
+    return -(-num_bytes // 64) * 64

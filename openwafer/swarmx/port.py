@@ -1,0 +1,37 @@
+"""What a worker sees of its stores: commands, weights that arrive, a way out for gradients."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from openwafer.graph import Unit
+from openwafer.swarmx.message import Message
+from openwafer.swarmx.tree import Parts
+from openwafer.swarmx.waits import Waits
+
+
+class Port(Protocol):
+    """One worker's end of the fabric."""
+
+    waits: Waits
+
+    def command(self) -> Message:
+        """What to do next."""
+        ...
+
+    def hear(self, kind: str) -> Message:
+        """The next message of this kind from the first store."""
+        ...
+
+    def tell(self, message: Message) -> None:
+        """To the first store."""
+        ...
+
+    def stream(self, order: Iterable[Unit]) -> Iterator[tuple[Unit, Mapping[str, Tensor]]]:
+        """Each Unit with its weights; valid until the next is asked for."""
+        ...
+
+    def send(self, unit: Unit, gradients: Mapping[str, Parts]) -> None:
+        """Gradients of the Unit's uses of weights leave for the stores."""
+        ...

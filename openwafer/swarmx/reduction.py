@@ -1,0 +1,32 @@
+"""From the workers' parts of a Unit's gradients to the sums that MemoryX applies."""
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from openwafer.graph import Graph, Unit
+from openwafer.swarmx.tree import Node, Parts, combine
+
+
+class Uses:
+    """Adds the uses of each weight in reverse Unit order; a tied weight has several."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._pending: dict[str, Tensor] = {}
+
+    def add(self, unit: Unit, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Takes the sums of one Unit's uses; gives the finished gradients of the weights that it owns."""
+        for name, use in sums.items():
+            self._pending[name] = self._pending[name].float() + use if name in self._pending else use
+        owned = [weight.name for weight in self._graph.owned(unit)]
+        return {name: self._pending.pop(name) for name in owned if name in self._pending}
+
+
+def reduce(total: int, workers: Iterable[Mapping[str, Parts]]) -> dict[str, Tensor]:
+    """The sum of each weight's gradient over all `total` micro-batches, from every worker's subtrees."""
+    parts: dict[str, dict[Node, Tensor]] = {}
+    for worker in workers:
+        for name, of_weight in worker.items():
+            parts.setdefault(name, {}).update(of_weight)
+    return {name: combine(total, of_weight) for name, of_weight in parts.items()}

@@ -1,0 +1,57 @@
+"""From a configuration to a finished run, whatever is lost on the way.
+
+On one host this process is MemoryX and starts the workers. When one of them is lost the run goes on from its last
+checkpoint: with as many workers, and with fewer when it happens again before another checkpoint.
+"""
+
+import sys
+
+from openwafer import checkpoint
+from openwafer.errors import UserError
+from openwafer.swarmx.channel import RankLost
+from openwafer.swarmx.share import check_shares
+from openwafer.train.job import Job, JobConfig, JobResult
+from openwafer.train.workers import LocalWorkers
+
+
+def run(config: JobConfig) -> JobResult:
+    """The whole run."""
+    train, swarmx = config.train, config.swarmx
+    swarmx.check(train.num_csx)
+    check_shares(train.num_micro_batches, train.num_csx)
+    num_csx, num_restarts, last = train.num_csx, 0, _last_step(config)
+    while True:
+        try:
+            return _attempt(config, num_csx)
+        except RankLost as error:
+            num_restarts += 1
+            if num_restarts > swarmx.max_restarts:
+                raise UserError(
+                    f"{error}; it was the {num_restarts}th loss and max_restarts is {swarmx.max_restarts}: "
+                    "the same command goes on from the last checkpoint"
+                ) from None
+            step = _last_step(config)
+            if step == last and num_restarts > 1:
+                num_csx = max(swarmx.min_csx, num_csx - 1)
+            last = step
+            where = "from the start" if step is None else f"from step {step}"
+            _say(f"{error}; going on {where} with {num_csx} workers (restart {num_restarts} of {swarmx.max_restarts})")
+
+
+def _attempt(config: JobConfig, num_csx: int) -> JobResult:
+    if num_csx == 1:
+        return Job(config).run()
+    workers = LocalWorkers(num_csx, config.swarmx)
+    try:
+        return Job(config, workers).run()
+    finally:
+        workers.close()
+
+
+def _last_step(config: JobConfig) -> int | None:
+    newest = checkpoint.latest(config.train.model_dir)
+    return None if newest is None else checkpoint.Checkpoint.open(newest).step
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
