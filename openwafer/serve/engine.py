@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from openwafer.serve.sequence import Sequence
 
 __all__ = ["EngineConfig", "LocalEngine", "open_engine"]
 
+T = TypeVar("T")
 BLOCK_SIZE = 16  # tokens in a block of the key/value cache
 _log = logging.getLogger(__name__)
 
@@ -52,12 +54,15 @@ def open_engine(
 
 
 def _open_runner(stored: StoredModel, config: EngineConfig) -> Runner:
+    from openwafer.kernels.compiled import NoCompiler
     from openwafer.serve.loading import load_program
+    from openwafer.serve.native import NativeRunner
     from openwafer.serve.reference import ReferenceRunner
 
     program = load_program(stored, config)
     shape = stored.config
-    token_bytes = shape.num_hidden_layers * 2 * shape.kv_heads * shape.head_size * 4
+    half_cache = program.is_packed
+    token_bytes = shape.num_hidden_layers * 2 * shape.kv_heads * shape.head_size * (2 if half_cache else 4)
     num_blocks = config.kv_cache // (token_bytes * BLOCK_SIZE)
     # More blocks than all requests together can fill would only cost memory.
     num_blocks = min(num_blocks, config.max_running * -(-shape.max_position_embeddings // BLOCK_SIZE))
@@ -66,7 +71,17 @@ def _open_runner(stored: StoredModel, config: EngineConfig) -> Runner:
             f"kv_cache {config.kv_cache} is too small: {BLOCK_SIZE} tokens of this model need "
             f"{token_bytes * BLOCK_SIZE} bytes"
         )
-    return ReferenceRunner(program, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    try:
+        return NativeRunner(
+            program,
+            num_blocks=num_blocks,
+            max_rows=config.max_step_tokens,
+            half_cache=half_cache,
+            num_threads=config.num_threads,
+        )
+    except NoCompiler as error:
+        _log.warning("%s: the model runs in PyTorch, row by row and much slower", error)
+        return ReferenceRunner(program, num_blocks=num_blocks, block_size=BLOCK_SIZE)
 
 
 class LocalEngine:
@@ -130,6 +145,11 @@ class LocalEngine:
                 num_cached_tokens=self._num_cached_tokens,
                 last_progress_s=self._last_progress_s,
             )
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request had to give way and was computed again."""
+        return self._scheduler.num_preemptions
 
     def close(self) -> None:
         with self._wake:
@@ -264,16 +284,16 @@ class LocalEngine:
         for index, row in enumerate(rows):
             try:
                 token = self._draw(sequence, row)
+                if token in sampling.stop_ids:
+                    finish = "stop"
+                    break
+                finish = self._append(sequence, token)
             except SamplingError as problem:
                 finish, error = "error", str(problem)
-                break
-            if token in sampling.stop_ids:
-                finish = "stop"
                 break
             tokens.append(token)
             if sampling.num_logprobs is not None:
                 logprobs += logprobs_of(row[None], [token], sampling.num_logprobs)
-            finish = self._append(sequence, token)
             if finish is not None or index >= len(drafts):
                 break
             if token != drafts[index]:
@@ -287,7 +307,10 @@ class LocalEngine:
 
     def _draw(self, sequence: Sequence, row: np.ndarray) -> int:
         request = sequence.request
-        return draw(row, request.sampling, sequence.seed, sequence.num_drawn, sequence.counts, request.constraint)
+        mask = None
+        if request.constraint is not None:
+            mask = _asked(request.constraint.allowed)
+        return draw(row, request.sampling, sequence.seed, sequence.num_drawn, sequence.counts, mask)
 
     def _append(self, sequence: Sequence, token: int) -> FinishReason | None:
         """Take a drawn token in; says whether it was the last."""
@@ -296,9 +319,9 @@ class LocalEngine:
             sequence.first_token_s = time.monotonic()
         sequence.tokens.append(token)
         sequence.counts[token] += 1
-        if request.constraint is not None:
-            request.constraint.advance(token)
-            if request.constraint.is_done:
+        if (constraint := request.constraint) is not None:
+            _asked(lambda: constraint.advance(token))
+            if constraint.is_done:
                 return "stop"
         if sequence.num_drawn >= request.sampling.max_tokens or len(sequence.tokens) >= self.max_context:
             return "length"
@@ -359,3 +382,12 @@ class LocalEngine:
         except Exception:  # noqa: BLE001
             # A listener that is gone must not take the other requests with it.
             _log.exception("request %s: its listener failed", sequence.request.id)
+
+
+def _asked(question: Callable[[], T]) -> T:
+    """What a constraint says; its failure is its request's, not the engine's."""
+    try:
+        return question()
+    except Exception as error:
+        _log.exception("a constraint failed")
+        raise SamplingError(f"the constraint on this answer failed: {error}") from error

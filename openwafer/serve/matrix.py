@@ -55,21 +55,36 @@ class Matrix:
         wide: bool = False,
     ) -> "Matrix":
         """quants [rows, n, 32] (int8; with offsets 0..15), scales and offsets [rows, n]."""
-        rows = quants.shape[0]
-        fill = -rows % GROUP
-        quants = F.pad(quants.to(torch.int8), (0, 0, 0, 0, 0, fill)).unflatten(0, (-1, GROUP))  # [g, 16, n, 32]
-        # [g, n, j, 16, 4]: four inputs of each of the 16 outputs lie together
-        quants = quants.permute(0, 2, 3, 1).unflatten(2, (BLOCK // 4, 4)).transpose(3, 4).contiguous()
+        bytes_ = quants.to(torch.int8).view(torch.uint8)
         if offsets is not None:
-            quants = quants[:, :, :4] | (quants[:, :, 4:] << 4)
+            bytes_ = bytes_[..., :16] | (bytes_[..., 16:] << 4)
+        return cls.from_bytes(bytes_, scales, offsets, columns=columns, wide=wide)
+
+    @classmethod
+    def from_bytes(
+        cls,
+        bytes_: torch.Tensor,
+        scales: torch.Tensor,
+        offsets: torch.Tensor | None,
+        *,
+        columns: int,
+        wide: bool = False,
+    ) -> "Matrix":
+        """bytes_ uint8 [rows, n, 32]; or [rows, n, 16], input i in the low and i + 16 in the high half of byte i."""
+        rows = scales.shape[0]
+        fill = -rows % GROUP
+        words = F.pad(bytes_, (0, 0, 0, 0, 0, fill)).contiguous().view(torch.int32)  # four inputs are one word
+        words = words.unflatten(0, (-1, GROUP)).permute(0, 2, 3, 1)  # [g, n, word, 16]
         kind = torch.float32 if wide else torch.float16
         parts = [scales] if offsets is None else [scales, offsets]
-        head = [
+        heads = [
             F.pad(part.to(kind), (0, 0, 0, fill)).unflatten(0, (-1, GROUP)).transpose(1, 2).contiguous()
             for part in parts
         ]
-        data = torch.cat([*(part.view(torch.uint8) for part in head), quants.flatten(2).view(torch.uint8)], dim=2)
-        return cls("q8" if offsets is None else "q4", rows, columns, data.contiguous(), wide)
+        # Flat on the way: a dim of size 1 may have a stride that no other dtype can be seen through.
+        heads = [head.flatten().view(torch.int32).view(*head.shape[:2], -1) for head in heads]
+        data = torch.cat([*heads, words.flatten(2)], dim=2)
+        return cls("q8" if offsets is None else "q4", rows, columns, data.view(torch.uint8), wide)
 
     @classmethod
     def quantized(cls, values: torch.Tensor, num_bits: Literal[4, 8]) -> "Matrix":

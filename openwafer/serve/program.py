@@ -84,6 +84,7 @@ class Attend:
     k: Span
     v: Span
     layer: int
+    head_size: int
     window: int | None
     scale: float
 
@@ -116,6 +117,11 @@ class Program:
     widths: Mapping[str, int]  # of the fp32 buffers
     body: tuple[Operation, ...]
     head: tuple[Operation, ...]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether weights are rounded, so that keys and values in fp16 do no harm."""
+        return any(isinstance(op, Linear) and op.matrix.format != "fp32" for op in self.body)
 
 
 Weights = dict[str, Matrix | torch.Tensor]  # matrices of linear layers and embeddings; fp32 vectors
@@ -250,6 +256,7 @@ class _Builder:
             k=self._k(),
             v=self._v(),
             layer=layer,
+            head_size=config.head_size,
             window=config.sliding_window if config.is_sliding(layer) else None,
             scale=config.attention_scale or config.head_size**-0.5,
         )

@@ -8,7 +8,7 @@ import struct
 
 import numpy as np
 
-from openwafer.serve.core import Constraint, Sampling, TokenLogprob
+from openwafer.serve.core import Sampling, TokenLogprob
 
 # Steps in which the candidates are widened until they hold what top_k and top_p ask for.
 _THRESHOLDS = (2.0**-4, 2.0**-8, 2.0**-14, 2.0**-24, 0.0)
@@ -30,10 +30,13 @@ def draw(
     seed: int,
     place: int,
     counts: dict[int, int],
-    constraint: Constraint | None = None,
+    mask: bytes | None = None,
 ) -> int:
-    """One token from fp32 logits [vocab]; `place` is the number of tokens drawn before, `counts` says which."""
-    adjusted = _adjusted(logits, sampling, place, counts, constraint)
+    """One token from fp32 logits [vocab]; `place` is the number of tokens drawn before, `counts` says which.
+
+    `mask` has a bit for each token that may come (bit i of byte i // 8: token i).
+    """
+    adjusted = _adjusted(logits, sampling, place, counts, mask)
     likeliest = int(adjusted.argmax())
     top = adjusted[likeliest]
     if not np.isfinite(top):
@@ -71,12 +74,11 @@ def logprobs_of(logits: np.ndarray, tokens: list[int], num_top: int) -> list[Tok
 
 
 def _adjusted(
-    logits: np.ndarray, sampling: Sampling, place: int, counts: dict[int, int], constraint: Constraint | None
+    logits: np.ndarray, sampling: Sampling, place: int, counts: dict[int, int], mask: bytes | None
 ) -> np.ndarray:
     """Logits after bias, penalties and what is forbidden; the given ones if there is nothing to do."""
     has_penalty = bool(counts) and (sampling.frequency_penalty != 0 or sampling.presence_penalty != 0)
     forbids_stop = place < sampling.min_tokens and bool(sampling.stop_ids)
-    mask = constraint.allowed() if constraint is not None else None
     if not (sampling.logit_bias or has_penalty or forbids_stop or mask is not None):
         return logits
     logits = logits.copy()

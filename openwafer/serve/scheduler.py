@@ -31,6 +31,7 @@ class Scheduler:
         self.pool = pool
         self.waiting = FairQueue()
         self.running: list[Sequence] = []  # in order of submission
+        self.num_preemptions = 0
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
 
@@ -92,6 +93,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
         self.running.remove(sequence)
         self.pool.release(sequence)
         sequence.drafts.clear()
