@@ -323,5 +323,5 @@ def test_memory_does_not_grow_with_requests(api: Running):
     api.chat([], stream=True)
     api.engine.submitted.clear()
     gc.collect()
-    assert sum(isinstance(thing, Generation) for thing in gc.get_objects()) <= 2
+    assert sum(type(thing) is Generation for thing in gc.get_objects()) <= 2
     assert api.service.recent.maxlen is not None
