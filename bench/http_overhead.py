@@ -24,6 +24,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def serve_peer(ports: Any, step_s: float, model: str | None) -> None:
     async def chat(request: Request) -> StreamingResponse:
         body = await request.json()
 
-        async def chunks() -> Any:
+        async def chunks() -> AsyncIterator[bytes]:
             for _ in range(body["max_tokens"]):
                 await asyncio.sleep(step_s)
                 yield _chunk()

@@ -47,6 +47,7 @@ def make_app(service: Service) -> FrontDoor:
     app.add_exception_handler(ApiError, _error_response)
     app.add_exception_handler(StarletteHTTPException, _http_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _our_fault)
     return FrontDoor(app, lambda host: service.needs_key or _is_local(host))
 
 
@@ -262,6 +263,12 @@ async def _error_response(request: Request, error: Exception) -> JSONResponse:
     if error.status in (408, 413):
         headers["connection"] = "close"  # the rest of the body is not wanted
     return JSONResponse(error.as_json(), status_code=error.status, headers=headers)
+
+
+async def _our_fault(request: Request, error: Exception) -> JSONResponse:
+    """The front door writes the log."""
+    answer = ApiError(500, f"the server failed on this request; its log has the id {_visit(request).request_id}")
+    return JSONResponse(answer.as_json(), status_code=500)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

@@ -19,6 +19,8 @@ The result comes in the next message. Answer in plain words when no function is 
 def render(served: ServedModel, messages: Sequence[Message], tools: Sequence[Tool] = (), **variables: Any) -> str:
     """The conversation as one text, ready for the model to continue."""
     turns = [_turn(served, message) for message in messages]
+    # Templates are written for a caller that always gives these two.
+    variables = {"tools": None, "documents": None, **variables}
     if tools and served.template_knows_tools:
         variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
     elif tools:

@@ -53,7 +53,7 @@ class FrontDoor:
             await visit.fail(error)
         except Exception:  # the last resort of a server: say 500, keep serving
             log.exception("a request failed", extra={"fields": {"request_id": visit.request_id}})
-            await visit.fail(ApiError(500, f"the server failed; its log has the id {visit.request_id}"))
+            await visit.fail(ApiError(500, f"the server failed on this request; its log has the id {visit.request_id}"))
         finally:
             visit.write_log()
 

@@ -162,7 +162,7 @@ class Job(Generic[R]):
         for index, piece in batch:
             out += self.chunks(index, piece)
             if piece.finish_reason is not None:
-                is_last = not self.generation.is_open and (index, piece) == batch[-1]
+                is_last = not self.generation.is_open and piece is batch[-1][1]
                 out.append(self.finish_chunk(index, **self._totals() if is_last else {}))
         return b"".join(out)
 

@@ -9,7 +9,6 @@ import codecs
 import json
 import re
 from collections.abc import Callable
-from functools import cached_property
 
 from openwafer.models.tokenizer import TextStream, Tokenizer
 
@@ -21,17 +20,13 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._description = json.loads(tokenizer.backend.to_str())
         self._cache: dict[int, bytes] = {}
-        added = self._description.get("added_tokens") or []
+        # With a large vocabulary the description takes a hundred megabytes: only what is needed is kept.
+        description = json.loads(tokenizer.backend.to_str())
+        self.is_byte_level = (description.get("decoder") or {}).get("type") == "ByteLevel"
+        added = description.get("added_tokens") or []
         self._added = {token["id"]: token["content"] for token in added}
         self._special = {token["id"] for token in added if token["special"]}
-
-    @cached_property
-    def is_byte_level(self) -> bool:
-        decoder = self._description.get("decoder") or {}
-        # A normalizer changes text before it is split, never when ids become text.
-        return decoder.get("type") == "ByteLevel"
 
     def bytes_of(self, token: int) -> bytes:
         """What a token stands for; special tokens as they are spelled, ids beyond the vocabulary as nothing."""

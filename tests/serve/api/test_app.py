@@ -6,6 +6,18 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from openwafer.models.tokenizer import Tokenizer
+from openwafer.serve.api.conversation import render
+from openwafer.serve.api.schema import (
+    AssistantMessage,
+    CalledFunction,
+    Function,
+    Tool,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+)
+from openwafer.serve.api.served_model import ServedModel
 from tests.serve.script_engine import ScriptEngine
 from tests.serve.script_server import TOKENIZER, Running, running, say
 
@@ -128,19 +140,6 @@ def test_openapi_document(api: Running):
 
 
 def test_models_without_a_tool_template_are_told_about_tools(tmp_path: Path):
-    from openwafer.models.tokenizer import Tokenizer
-    from openwafer.serve.api.conversation import render
-    from openwafer.serve.api.schema import (
-        AssistantMessage,
-        CalledFunction,
-        Function,
-        Tool,
-        ToolCall,
-        ToolMessage,
-        UserMessage,
-    )
-    from openwafer.serve.api.served_model import ServedModel
-
     plain = Tokenizer(TOKENIZER.backend, chat_template="{% for m in messages %}[{{m.role}}]{{m.content}}{% endfor %}")
     engine = ScriptEngine(lambda _: [], vocab_size=10)
     served = ServedModel.make(("m",), engine, plain)
@@ -159,4 +158,13 @@ def test_models_without_a_tool_template_are_told_about_tools(tmp_path: Path):
     assert "does f" in text
     assert '[assistant]<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>' in text
     assert "[user]<tool_response>\n42\n</tool_response>" in text
+    engine.close()
+
+
+def test_templates_that_ask_for_none(tmp_path: Path):
+    """Published templates test `tools is not none`, which is true of a variable that nobody gave."""
+    template = "{% if tools is not none %}TOOLS{% endif %}{% if documents is not none %}DOCS{% endif %}{{ messages[0].content }}"
+    engine = ScriptEngine(lambda _: [], vocab_size=10)
+    served = ServedModel.make(("m",), engine, Tokenizer(TOKENIZER.backend, chat_template=template))
+    assert render(served, [UserMessage(role="user", content="hi")]) == "hi"
     engine.close()

@@ -247,9 +247,11 @@ def test_the_same_request_id_twice_at_once(api: Running):
     assert [answer.json()["choices"][0]["message"]["content"] for answer in answers] == [f"nr {i}" for i in range(8)]
 
 
-def test_logs_have_ids_and_no_secrets(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_logs_have_ids_and_no_secrets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(logging.getLogger("openwafer.serve"), "propagate", True)
     with caplog.at_level(logging.INFO, "openwafer.serve"), running(tmp_path, api_key="s3cret-key") as server:
-        logging.getLogger("openwafer.serve").propagate = True
         headers = {"authorization": "Bearer s3cret-key", "x-request-id": "abc"}
         assert server.post(CHAT + "?token=s3cret-key", body_of(), headers=headers).status_code == 200
         assert server.post(CHAT, body_of(), headers={"authorization": "Bearer wrong-key"}).status_code == 401
@@ -280,3 +282,21 @@ def test_engine_failure_is_a_500_in_the_right_place(tmp_path: Path):
         last = json.loads(events[-2].removeprefix("data: "))
         assert (last["status_code"], last["error"]["message"]) == (500, "the device is gone")
         assert server.get("/health").status_code == 200
+
+
+def test_our_own_fault_has_the_shape_of_errors_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(logging.getLogger("openwafer.serve"), "propagate", True)
+
+    class Broken(ScriptEngine):
+        def submit(self, request: Any, on_event: Any) -> None:
+            raise ZeroDivisionError("secret detail")
+
+    with running(tmp_path, Broken(lambda _: [], vocab_size=TOKENIZER.vocab_size)) as server:
+        response = server.chat(say("x"))
+        error = error_of(response, 500)
+        assert response.headers["x-request-id"] in error["message"]
+        assert "secret detail" not in response.text
+        assert server.get("/health").status_code == 200
+    assert any("ZeroDivisionError" in (record.exc_text or "") for record in caplog.records)
