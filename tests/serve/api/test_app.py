@@ -163,7 +163,8 @@ def test_models_without_a_tool_template_are_told_about_tools(tmp_path: Path):
 
 def test_templates_that_ask_for_none(tmp_path: Path):
     """Published templates test `tools is not none`, which is true of a variable that nobody gave."""
-    template = "{% if tools is not none %}TOOLS{% endif %}{% if documents is not none %}DOCS{% endif %}{{ messages[0].content }}"
+    asks = "{% if tools is not none %}TOOLS{% endif %}{% if documents is not none %}DOCS{% endif %}"
+    template = asks + "{{ messages[0].content }}"
     engine = ScriptEngine(lambda _: [], vocab_size=10)
     served = ServedModel.make(("m",), engine, Tokenizer(TOKENIZER.backend, chat_template=template))
     assert render(served, [UserMessage(role="user", content="hi")]) == "hi"
