@@ -1,5 +1,6 @@
 """`openwafer serve` as a process: a model with random weights, a signal in the middle of an answer."""
 
+import concurrent.futures
 import json
 import re
 import signal
@@ -76,6 +77,7 @@ def test_serves_and_stops_after_the_answer(serving: Process):
         forced = http.post("/v1/chat/completions", json={**PROMPT, "response_format": wanted}).json()
         assert forced["choices"][0]["message"]["content"] == '"abc"'
         assert http.post("/v1/chat/completions", json={**PROMPT, "max_tokens": 901}).status_code == 400
+        _same_alone_and_in_company(http)
         long = {**PROMPT, "stream": True, "max_tokens": 300, "logit_bias": {str(EOS): -100}}
         with http.stream("POST", "/v1/chat/completions", json=long) as response:
             lines = response.iter_lines()
@@ -91,7 +93,21 @@ def test_serves_and_stops_after_the_answer(serving: Process):
     store = KeyStore(serving.keys)
     (row,) = store.usage()
     store.close()
-    assert (row.key_id, row.model, row.requests) == ("local", "tiny", 4)
+    assert (row.key_id, row.model, row.requests) == ("local", "tiny", 12)
+
+
+def _same_alone_and_in_company(http: httpx.Client) -> None:
+    """A seed gives the same tokens and logprobs, whoever else is asking."""
+    seeded = {**PROMPT, "temperature": 1, "seed": 11, "max_tokens": 12, "logprobs": True}
+    others = [{**PROMPT, "temperature": 1, "seed": seed, "max_tokens": 20} for seed in range(6)]
+
+    def ask(body: dict) -> dict:
+        return http.post("/v1/chat/completions", json=body).json()["choices"][0]
+
+    alone = ask(seeded)
+    with concurrent.futures.ThreadPoolExecutor(7) as pool:
+        *_, among = pool.map(ask, [*others, seeded])
+    assert among == alone
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_chat(page: Page, site: Running):
     assert site.engine.submitted[-1].prompt == site.engine.submitted[-2].prompt
     # A second turn carries the first; a reload keeps both.
     ask(page, "SAY<<second>>END")
-    page.wait("document.querySelectorAll('.turn').length === 4 && document.querySelector('#regenerate')")
+    page.wait("document.querySelectorAll('.turn').length === 4 && document.querySelector('#send').innerText === 'Send'")
     assert "Title" in TOKENIZER.decode(site.engine.submitted[-1].prompt)
     page.open(site.url + "/")
     page.wait("document.querySelectorAll('.turn').length === 4")
@@ -100,7 +100,7 @@ def test_chat_stop(page: Page, site: Running):
         ask(page, f"SAY<<{'word ' * 500}>>END")
         page.wait("/tokens\\/s/.test(document.querySelector('.writing .speed')?.innerText)")
         page.press("Escape")
-        page.wait("/stopped/.test(document.querySelector('.speed').innerText)")
+        page.wait("/stopped/.test(document.querySelector('.turn:last-child .speed').innerText)")
         site.wait_idle()
         assert page.text(".turn.assistant .said").startswith("word word")
     finally:
@@ -208,7 +208,7 @@ def test_console(page: Page, site: Running):
     # The page took the key over and still works.
     page.open(site.url + "/console")
     page.wait("/Ada/.test(document.querySelector('#keys').innerText)")
-    assert "5,000" in page.text("#keys")
+    assert "5,000 of 5,000 left" in page.text("#keys")
     assert secret not in page.js("document.documentElement.outerHTML")
     page.open(site.url + "/")
     page.wait("document.querySelector('#model option')")

@@ -1,6 +1,7 @@
 """The routes. Each one: who asks, what is asked, do it. Limits, errors and headers are in the rooms beside."""
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -197,7 +198,7 @@ def _add_console(app: FastAPI, service: Service) -> None:
     async def list_keys(request: Request) -> JSONResponse:
         """All keys, without their secrets."""
         _authorize_admin(service, request)
-        return JSONResponse({"keys": [_key_json(key) for key in service.store.all()]})
+        return JSONResponse({"keys": [{**_key_json(key), **_left(service, key)} for key in service.store.all()]})
 
     @app.post("/console/keys", tags=["console"])
     async def create_key(request: Request) -> JSONResponse:
@@ -239,6 +240,13 @@ def _add_console(app: FastAPI, service: Service) -> None:
 
 def _key_json(key: Key) -> Mapping[str, Any]:
     return asdict(key)
+
+
+def _left(service: Service, key: Key) -> Mapping[str, Any]:
+    """What is left of a key's limits right now."""
+    client = service.clients.of_key(key)
+    buckets = {"requests_left": client.requests, "tokens_left": client.tokens}
+    return {name: None if bucket is None else math.floor(bucket.level) for name, bucket in buckets.items()}
 
 
 def _add_pages(app: FastAPI) -> None:

@@ -56,6 +56,7 @@ function turn(message, index) {
 async function ask(text) {
   if (running || !text.trim()) return;
   messages.push({ role: "user", content: text });
+  save();
   prompt.value = "";
   fit();
   await answer();

@@ -75,6 +75,8 @@ function head(...columns) {
   return el("thead", {}, el("tr", {}, columns.map((name) => (Array.isArray(name) ? el("th", { class: "num", scope: "col" }, name[0]) : el("th", { scope: "col" }, name)))));
 }
 
+const limit = (left, all) => (all ? `${count(Math.max(left, 0))} of ${count(all)} left` : "no limit");
+
 function showKeys(keys, usage) {
   const rows = keys.map((item) => {
     const mine = usage.filter((entry) => entry.key_id === item.id);
@@ -83,8 +85,8 @@ function showKeys(keys, usage) {
     return row(
       item.name,
       el("code", {}, `ow-${item.id}-…`),
-      [item.requests_per_day ? count(item.requests_per_day) : "no limit"],
-      [item.tokens_per_minute ? count(item.tokens_per_minute) : "no limit"],
+      [limit(item.requests_left, item.requests_per_day)],
+      [limit(item.tokens_left, item.tokens_per_minute)],
       [count(sum(mine, (entry) => entry.requests))],
       [count(sum(mine, tokens))],
       state,

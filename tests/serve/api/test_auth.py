@@ -62,6 +62,8 @@ def test_requests_per_day(closed: Running):
     assert 40_000 < int(refused.headers["retry-after"]) <= 43_200
     assert refused.headers["x-should-retry"] == "true"
     assert refused.headers["x-ratelimit-limit-requests-day"] == "2"
+    listed = {key["name"]: key for key in closed.get("/console/keys", headers=bearer("master")).json()["keys"]}
+    assert (listed["few"]["requests_left"], listed["few"]["tokens_left"]) == (0, None)
     # Looking at models costs nothing.
     assert closed.get("/v1/models", headers=bearer(secret)).status_code == 200
 
