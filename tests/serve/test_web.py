@@ -1,6 +1,7 @@
 """The pages in a real browser: what a visitor does, and what they must never do."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,8 @@ CTRL = 2
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    if shutil.which("chromium") is None:
+        pytest.skip("needs Chromium (Debian: apt-get install chromium); .ci/run installs it")
     with chromium() as browser:
         yield browser
 
