@@ -1,7 +1,8 @@
 """A params file: what to build, what to train it on, and how.
 
 Sections `model`, `data`, `train`, `optimizer`, `schedule`, `memoryx` and `swarmx` hold the fields of their
-configuration classes. Keys outside a section are put into the one that has them, so the vendor's three-line files are complete.
+configuration classes. Keys outside a section are put into the one that has them, so the vendor's three-line files
+are complete.
 """
 
 import dataclasses

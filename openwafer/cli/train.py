@@ -17,6 +17,8 @@ _TRAIN_FLAGS = (
     "num_steps",
     "mode",
     "device",
+    "device_memory",
+    "precision",
     "batch_size",
     "micro_batch_size",
     "seed",

@@ -14,11 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openwafer import timeline
+from openwafer.csx.gpu_clock import GpuClock
 from openwafer.graph import Unit
 from openwafer.memoryx.pinned import pinned
+from openwafer.memoryx.speculation import Speculation, can_speculate
 from openwafer.memoryx.store import WIRE, Store
 from openwafer.memoryx.tier import Key
 from openwafer.memoryx.update import Arrival, UpdateNumbers, Updater
+
+NUM_SLOTS = 3  # one in use, one ready, one arriving
+# Gradients that wait for their update: at the end of backward the optimizer is this many Units behind.
+_NUM_GRADIENT_BUFFERS = 12
 
 
 @dataclass(eq=False)
@@ -35,14 +42,17 @@ class Slot:
 class Inbox:
     """Slots, and the thread that fills them in the order they will be used."""
 
-    def __init__(self, store: Store, updater: Updater, device: torch.device, num_slots: int) -> None:
+    def __init__(self, store: Store, updater: Updater, device: torch.device, num_slots: int, clock: GpuClock) -> None:
         self.store = store
         self.updater = updater
         self.device = device
+        self.clock = clock
         self.versions: dict[Key, int] = {}  # how often an array was updated: older copies are stale
-        largest = max(store.flat(key).numel() for unit in store.graph.units for key in store.wires(unit))
         dtype = torch.bfloat16 if store.wire == "bf16" else torch.float32
-        self._slots = [Slot(torch.empty(largest, dtype=dtype, device=device)) for _ in range(num_slots)]
+        # A Unit that uses weights of several owners takes a slot for each.
+        most = max((len(store.wires(unit)) for unit in store.graph.units), default=1)
+        count = max(num_slots, most + 1)
+        self._slots = [Slot(torch.empty(_largest(store), dtype=dtype, device=device)) for _ in range(count)]
         self._copies = torch.cuda.Stream(device)
         self._changed = threading.Condition()
 
@@ -65,7 +75,9 @@ class Inbox:
                 for slot in slots.values():
                     compute.wait_event(slot.is_ready)
                 segments = {name: self.store.segments[name][WIRE] for name in unit.weights}
+                start = self.clock.start(compute)
                 yield unit, {name: segment.of(slots[segment.key].memory) for name, segment in segments.items()}
+                self.clock.stop(timeline.COMPUTE, unit.name, start, compute)
                 self._done(slots.values(), compute)
         finally:
             stop.set()
@@ -85,7 +97,9 @@ class Inbox:
 
     def _fill(self, units: Sequence[Unit], arrivals: queue.Queue[Any], stop: threading.Event) -> None:
         try:
-            for unit in units:
+            for position, unit in enumerate(units):
+                for coming in units[position : position + 2]:
+                    self.store.prefetch(coming)
                 slots = {}
                 for key in self.store.wires(unit):
                     slot = self._take(key, stop)
@@ -112,22 +126,28 @@ class Inbox:
             self._slots.remove(slot)
             self._slots.append(slot)  # the least recently filled comes first
             slot.content, slot.users = content, 1
-        source = self.store.flat(key)
+        source = self.store.borrow(key)
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(slot.is_free)
+            start = self.clock.start(self._copies)
             slot.memory[: source.numel()].copy_(source, non_blocking=True)
             slot.is_ready.record(self._copies)
+            self.clock.stop(timeline.COPY_IN, self.store.graph.units[key[0]].name, start, self._copies)
+        if not self.store.stays(key):
+            slot.is_ready.synchronize()  # the buffer that it was read into from flash will be used again
+        self.store.give_back(key)
         return slot
 
 
 class Outbox:
     """Gradients on their way to the host, in a bounded ring of pinned buffers."""
 
-    def __init__(self, store: Store, device: torch.device, num_buffers: int) -> None:
+    def __init__(self, store: Store, device: torch.device, num_buffers: int, clock: GpuClock) -> None:
         self.store = store
         self.device = device
+        self.clock = clock
         self._copies = torch.cuda.Stream(device)
-        self._largest = max(store.flat(key).numel() for unit in store.graph.units for key in store.wires(unit))
+        self._largest = _largest(store)
         self._free: queue.Queue[Tensor] = queue.Queue()
         self._unmade = num_buffers
 
@@ -138,11 +158,13 @@ class Outbox:
         host: dict[str, Tensor] = {}
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copies):
+            start = self.clock.start(self._copies)
             for name, gradient in gradients.items():
                 host[name] = self.store.segments[name][WIRE].of(buffer)
                 host[name].copy_(gradient, non_blocking=True)
                 gradient.record_stream(self._copies)
             arrived.record(self._copies)
+            self.clock.stop(timeline.COPY_OUT, unit.name, start, self._copies)
         raw = buffer.view(torch.uint8)
         return Arrival(unit, host, arrived.query, arrived.synchronize, lambda: self._free.put(raw))
 
@@ -156,23 +178,27 @@ class Outbox:
 class CudaLink:
     """A GPU worker's link to a store in host memory."""
 
-    def __init__(
-        self, store: Store, device: torch.device, *, num_slots: int = 3, num_gradient_buffers: int = 16
-    ) -> None:
+    def __init__(self, store: Store, device: torch.device, *, can_veto: bool = False, speculates: bool = True) -> None:
+        """`can_veto`: gradients of all Units may have to wait on the host until the last one is known. If it
+        `speculates`, updates begin all the same, in spare memory."""
         self.store = store
         self.device = device
         # Threads that wait for Python get it after 0.5 ms instead of 5: the updater must not wait that long for
         # the thread that launches kernels, 26 times a step.
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(0.0005)
-        self.updater = Updater(store.update)
-        self.inbox = Inbox(store, self.updater, device, num_slots)
-        self.outbox = Outbox(store, device, num_gradient_buffers)
+        speculates = can_veto and speculates and can_speculate(store)
+        self.updater = Updater(store.update, Speculation(store) if speculates else None)
+        clock = GpuClock(device)
+        self.inbox = Inbox(store, self.updater, device, NUM_SLOTS, clock)
+        num_units = len(store.graph.units)
+        self.outbox = Outbox(store, device, num_units if can_veto else min(num_units, _NUM_GRADIENT_BUFFERS), clock)
 
     def stream(self, order: Iterable[Unit]) -> Iterator[tuple[Unit, Mapping[str, Tensor]]]:
         return self.inbox.stream(order)
 
     def send(self, unit: Unit, gradients: Mapping[str, Tensor]) -> Arrival:
+        self.store.prefetch_update(unit)
         return self.outbox.send(unit, gradients)
 
     def apply(self, parcel: Arrival, numbers: UpdateNumbers) -> None:
@@ -181,9 +207,11 @@ class CudaLink:
             self.inbox.versions[key] = numbers.step
         self.updater.post(parcel, numbers)
 
+    def guess(self, parcel: Arrival, numbers: UpdateNumbers) -> None:
+        self.updater.guess(parcel, numbers)
+
     def discard(self, parcel: Arrival) -> None:
-        parcel.wait()
-        parcel.recycle()
+        self.updater.discard(parcel)
 
     def drain(self) -> None:
         self.updater.drain()
@@ -191,3 +219,8 @@ class CudaLink:
     def close(self) -> None:
         self.updater.close()
         sys.setswitchinterval(self._switch_interval_s)
+
+
+def _largest(store: Store) -> int:
+    """Elements of the longest flat array of weights."""
+    return max(store.graph.flat_elements(unit) for unit in store.graph.units)

@@ -30,6 +30,8 @@ def bind_inputs(graph: Graph, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
         if name is None:
             continue
         spec = graph.values[name]
+        if tensor.dtype == torch.float32 and spec.dtype.is_floating_point:
+            tensor = tensor.to(spec.dtype)  # captured in another precision, as `capture(dtype=...)` does
         if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
             raise UserError(
                 f"input {name!r} was captured as {spec.dtype} {list(spec.shape)}, "

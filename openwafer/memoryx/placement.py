@@ -20,7 +20,7 @@ from openwafer.memoryx.config import MemoryConfig
 from openwafer.memoryx.flash import FlashTier
 from openwafer.memoryx.optimizer import Optimizer
 from openwafer.memoryx.snapshot import PIECE_BYTES
-from openwafer.memoryx.store import FieldSpec, fields, layout
+from openwafer.memoryx.store import FieldSpec, Wire, fields, layout
 from openwafer.memoryx.tier import DramTier, Key, Tier
 
 # Buffers for this many times the largest Unit on flash let reads, work and writes overlap; one time is enough to run.
@@ -50,9 +50,9 @@ class Placement:
         return text
 
 
-def place(graph: Graph, optimizer: Optimizer, config: MemoryConfig) -> Placement:
+def place(graph: Graph, optimizer: Optimizer, config: MemoryConfig, wire: Wire = "fp32") -> Placement:
     """Decide, or say how much memory is missing."""
-    specs = fields(graph, optimizer)
+    specs = fields(graph, optimizer, wire)
     total = sum(spec.num_bytes for spec in specs)
     if config.dram is None or total <= config.dram:
         keys = frozenset(spec.key for spec in specs)

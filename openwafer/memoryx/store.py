@@ -87,15 +87,48 @@ class Store:
 
     def is_resident(self, unit: Unit) -> bool:
         """Whether the arrays that hold the Unit's weights stay where they are."""
-        return all(isinstance(self._tiers[key], DramTier) for key in self.wires(unit))
+        return all(self.stays(key) for key in self.wires(unit))
 
     def wires(self, unit: Unit) -> list[Key]:
         """The flat arrays that hold the Unit's weights; the first is its own, unless it owns none."""
         return list(dict.fromkeys(self.segments[name][WIRE].key for name in unit.weights))
 
-    def flat(self, key: Key) -> Tensor:
-        """A flat array that stays in DRAM."""
+    def borrow(self, key: Key) -> Tensor:
+        """A flat array, to be read until `give_back`."""
         return self._tiers[key].load(key)
+
+    def give_back(self, key: Key) -> None:
+        self._tiers[key].release(key, changed=False)
+
+    def stays(self, key: Key) -> bool:
+        """Whether the array stays where it is after `give_back`."""
+        return isinstance(self._tiers[key], DramTier)
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """The distinct tiers."""
+        return list(dict.fromkeys(self._tiers.values()))
+
+    # Arrays that stay in DRAM
+
+    def arrays(self, unit: Unit) -> dict[Key, Tensor]:
+        """All arrays of a Unit, which stay in DRAM."""
+        return {key: self._tiers[key].load(key) for key in self._keys([w.name for w in self.graph.owned(unit)])}
+
+    def like(self, unit: Unit) -> dict[Key, Tensor]:
+        """New arrays of the same kind."""
+        return {key: self._dram(key).like(key) for key in self.arrays(unit)}
+
+    def swap(self, arrays: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """Put other arrays in the place of those of a Unit; gives the old ones."""
+        for key in arrays:
+            self._tiers[key].preserve(key)
+        return {key: self._dram(key).swap(key, array) for key, array in arrays.items()}
+
+    def _dram(self, key: Key) -> DramTier:
+        tier = self._tiers[key]
+        assert isinstance(tier, DramTier)
+        return tier
 
     # Updating
 

@@ -21,12 +21,10 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.isfinite(master).all():
         raise UserError("a weight is not finite (NaN or infinity): it cannot be stored")
     bits = master.contiguous().view(torch.int32)
-    # Arithmetic in int64: the carry of the rounding must not wrap around the sign.
-    unsigned = bits.to(torch.int64) & 0xFFFFFFFF
-    wire = (unsigned + 0x8000) >> 16
-    remainder = unsigned - (wire << 16)
-    wire = torch.where(wire >= 1 << 15, wire - (1 << 16), wire).to(torch.int16)
-    return wire.view(torch.bfloat16), remainder.to(torch.int16)
+    # Finite numbers are far enough from the ends of int32 that the carry of the rounding never wraps around.
+    wire = ((bits + 0x8000) >> 16).to(torch.int16)
+    remainder = (bits - (wire.to(torch.int32) << 16)).to(torch.int16)
+    return wire.view(torch.bfloat16), remainder
 
 
 def merge(wire: Tensor, remainder: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Literal
 from openwafer.config import option
 from openwafer.errors import UserError
 
+Precision = Literal["fp32", "bf16"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -19,10 +21,18 @@ class TrainConfig:
     )
     batch_size: int = option(32, help="samples per update, over all workers", minimum=1)
     micro_batch_size: int | None = option(
-        None, help="samples that go through the model at once (default: the whole batch)", minimum=1
+        None,
+        help="samples that go through the model at once (default: all; on a GPU, as many as fit device_memory)",
+        minimum=1,
     )
     seed: int = option(0, help="initial weights, order of samples and dropout", minimum=0)
-    device: Literal["cpu", "cuda"] = option("cpu", help="where Units are computed; cuda does not work yet")
+    device: Literal["cpu", "cuda"] = option("cpu", help="where Units are computed")
+    device_memory: int | None = option(
+        None, help="cuda: the most device memory to use, such as 8GiB (default: what is free)", size=True
+    )
+    precision: Precision = option(
+        None, help="type that Units are computed in; masters are fp32 (default: bf16 on cuda, fp32 on cpu)"
+    )
     num_csx: int = option(1, help="number of workers; the result is the same with any number", minimum=1)
     recompute: bool = option(
         True, help="compute what is inside a Unit again in backward; false: keep it, which is faster and takes memory"
@@ -34,6 +44,12 @@ class TrainConfig:
     log_every: int = option(10, help="steps between lines when the output is not a terminal", minimum=1)
 
     def __post_init__(self) -> None:
+        if self.precision is None:
+            object.__setattr__(self, "precision", "bf16" if self.device == "cuda" else "fp32")
+        if self.device == "cpu" and self.device_memory is not None:
+            raise UserError(f"device_memory {self.device_memory} is for --device cuda: on the CPU give --dram")
+        if self.device == "cuda" and self.num_csx > 1:
+            raise UserError(f"num_csx {self.num_csx} with device cuda: several GPUs do not work yet; use num_csx 1")
         if self.batch_size % self.micro_batch:
             raise UserError(
                 f"micro_batch_size {self.micro_batch} does not divide batch_size {self.batch_size}: "

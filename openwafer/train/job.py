@@ -24,23 +24,20 @@ from openwafer.data.prepare import folder_of
 from openwafer.data.shards import Shards
 from openwafer.errors import UserError
 from openwafer.graph import Graph, capture
-from openwafer.graph.deferred import deferred, initialise
+from openwafer.graph.deferred import deferred
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.groups import with_groups
-from openwafer.memoryx.optimizer import make_optimizer
-from openwafer.memoryx.placement import close_tiers, open_tiers, place
-from openwafer.memoryx.store import Store
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
 from openwafer.swarmx.config import SwarmConfig
-from openwafer.train import guard
+from openwafer.train.assembly import DTYPES, Assembly, Plan
 from openwafer.train.config import TraceConfig, TrainConfig
 from openwafer.train.engine import MicroBatch
+from openwafer.train.gpu import GpuWorker
 from openwafer.train.metrics import MetricsLog, StepMetrics
 from openwafer.train.progress import ProgressDisplay
 from openwafer.train.saver import Saver
 from openwafer.train.schedule import ScheduleConfig
-from openwafer.train.streamed import Streamed, fill, restore
 from openwafer.train.workers import LocalWorkers
 
 
@@ -73,12 +70,10 @@ class JobResult:
 class Job:
     """One run in one model_dir."""
 
-    def __init__(self, config: JobConfig, workers: LocalWorkers | None = None) -> None:
-        """`workers` compute, where there are any but this process; whoever made them closes them."""
+    def __init__(self, config: JobConfig, workers: LocalWorkers | GpuWorker | None = None) -> None:
+        """`workers` compute, where it is not simply this process on the CPU; whoever made them closes them."""
         train = config.train
         self.workers = workers
-        if train.device == "cuda":
-            raise UserError("device cuda: training on a GPU does not work yet; use --device cpu")
         self.config = config
         folder = folder_of(config.data, config.model.vocab_size)
         self.train_shards = Shards.open(folder, "train", verify=config.data.verify)
@@ -93,20 +88,31 @@ class Job:
         self.context = context
         with deferred():
             self.module = build(config.model)
-        self.graph = with_groups(self._capture(training=True), config.optimizer.groups)
         self.resumed = checkpoint.latest(train.model_dir)
         if train.mode == "eval" and self.resumed is None:
             raise UserError(
                 f"{train.model_dir} has no checkpoint to evaluate: train first, or name another --model_dir"
             )
-        self.kept_meta: dict[str, Any] = {}  # filled from the checkpoint: what came with imported weights
-        self.placement = place(self.graph, make_optimizer(config.optimizer), config.memoryx)
-        self.tiers = (workers.open_tiers if workers else open_tiers)(self.placement, config.memoryx)
-        try:
-            self.engine = self._engine()
-        except BaseException:
-            close_tiers(self.tiers)
-            raise
+        stored = None if self.resumed is None else checkpoint.Checkpoint.open(self.resumed)
+        self.kept_meta: dict[str, Any] = {}  # what came with imported weights
+        if stored is not None:
+            self._check_same_model(stored)
+            self._check_same_tokens(stored)
+            self.kept_meta = {key: value for key, value in stored.meta.items() if key != "params"}
+        self.micro_batch = self._micro_batch(stored)
+        self.graph = with_groups(self._capture(self.micro_batch), config.optimizer.groups)
+        plan = Plan(
+            graph=self.graph,
+            module=self.module,
+            optimizer=config.optimizer,
+            schedule=config.schedule.build(train.num_steps),
+            memory=config.memoryx,
+            precision=train.precision,
+            seed=train.seed,
+            options={"recompute": train.recompute},
+        )
+        self.assembly = Assembly(plan, workers, stored)
+        self.engine = self.assembly.engine
 
     def run(self) -> JobResult:
         """What `mode` asks for; afterwards the job is over."""
@@ -116,7 +122,7 @@ class Job:
                 return self._result(None, self._evaluate(), None)
             return self._fit()
         finally:
-            close_tiers(self.tiers)
+            self.assembly.close()
 
     def _fit(self) -> JobResult:
         train, engine = self.config.train, self.engine
@@ -196,38 +202,23 @@ class Job:
 
     # Model and state
 
-    def _capture(self, training: bool) -> Graph:
-        ids = torch.zeros(self.config.train.micro_batch, self.context, dtype=torch.int64, device="meta")
-        return capture(self.module.train(training), (), {"input_ids": ids, "labels": ids.clone()})
+    def _capture(self, micro_batch: int, *, training: bool = True) -> Graph:
+        ids = torch.zeros(micro_batch, self.context, dtype=torch.int64, device="meta")
+        inputs = {"input_ids": ids, "labels": ids.clone()}
+        return capture(self.module.train(training), (), inputs, dtype=DTYPES[self.config.train.precision])
 
-    def _engine(self) -> Streamed:
-        """From the last checkpoint if there is one, else the model's own initialisation."""
-        config, seed = self.config, self.config.train.seed
-        optimizer = make_optimizer(config.optimizer)
-        store = Store(self.graph, optimizer, self.tiers)
-        buffers = [name for name in self.graph.buffers if name not in self.graph.constants]
-        schedule = config.schedule.build(config.train.num_steps)
-        options: dict[str, Any] = {"recompute": config.train.recompute}
-        if self.workers is not None:
-            link, swarm = self.workers.attach(self.graph, store, seed, options)
-            options |= {"link": link, "swarm": swarm}
-        if self.resumed is None:
-            fill(store, initialise(self.module, self.graph.weights, seed))
-            values = dict(initialise(self.module, buffers, seed))
-            return Streamed(self.graph, store, values, config.optimizer, schedule, seed, **options)
-        stored = checkpoint.Checkpoint.open(self.resumed)
-        self._check_same_model(stored)
-        self._check_same_tokens(stored)
-        names = set(stored.names())
-        restore(store, stored.read, with_state=stored.step > 0)
-        # Imported weights come without the buffers that the model computes for itself.
-        values = dict(initialise(self.module, [name for name in buffers if f"buffers/{name}" not in names], seed))
-        values |= {name: stored.read(f"buffers/{name}") for name in buffers if name not in values}
-        engine = Streamed(self.graph, store, values, config.optimizer, schedule, seed, stored.step, **options)
-        if guard.STATE in names:
-            engine.guard.restore(stored.read(guard.STATE))
-        self.kept_meta = {key: value for key, value in stored.meta.items() if key != "params"}
-        return engine
+    def _micro_batch(self, stored: checkpoint.Checkpoint | None) -> int:
+        """The given one, the one the run began with (another would change its bits), or what fits the device."""
+        train = self.config.train
+        if not isinstance(self.workers, GpuWorker):
+            return train.micro_batch
+        before = {} if stored is None else stored.meta["params"].get("train", {})
+        size = train.micro_batch_size
+        if size is None and before.get("batch_size") == train.batch_size:
+            size = before.get("micro_batch_size")
+        size = self.workers.fit(self._capture, train.batch_size, size)
+        self.config.params.setdefault("train", {})["micro_batch_size"] = size
+        return size
 
     def _check_same_model(self, stored: checkpoint.Checkpoint) -> None:
         kinds = [params.get("optimizer", {}).get("kind") for params in (stored.meta["params"], self.config.params)]
@@ -269,7 +260,7 @@ class Job:
 
     def _micro_batches(self, batches: Batches, step: int) -> list[MicroBatch]:
         arrays = batches.at(step)
-        size = self.config.train.micro_batch
+        size = self.micro_batch
         return [
             {key: torch.from_numpy(array[start : start + size]) for key, array in arrays.items()}
             for start in range(0, batches.batch_size, size)
@@ -278,7 +269,7 @@ class Job:
     def _evaluate(self) -> float:
         """Mean loss over the same held-out batches every time."""
         if not hasattr(self, "_eval_graph"):
-            self._eval_graph = self._capture(training=False)
+            self._eval_graph = self._capture(self.micro_batch, training=False)
             val = Shards.open(self.val_shards, "val", verify=self.config.data.verify)
             batches = Batches(val, self.context, self.config.train.batch_size, seed=0)
             steps = range(self.config.train.eval_batches)
@@ -291,10 +282,14 @@ class Job:
             f"{graph.num_parameters:,} parameters in {len(graph.units)} Units ({len(graph.functions)} distinct), "
             f"{train.batch_size} x {self.context} tokens per step, on {train.device}"
         )
-        if self.workers is not None:
+        if isinstance(self.workers, LocalWorkers):
             _say(f"{self.workers.num_csx} workers with {self.workers.threads} threads each")
-        if self.placement.flash:
-            _say(str(self.placement))
+        if isinstance(self.workers, GpuWorker):
+            _say(
+                f"{train.batch_size // self.micro_batch} micro-batches of {self.micro_batch}; {self.workers.footprint}"
+            )
+        if self.assembly.placement.flash or isinstance(self.workers, GpuWorker):
+            _say(str(self.assembly.placement))
         if self.resumed is not None:
             _say(f"resuming from {self.resumed}")
 

@@ -10,6 +10,7 @@ from openwafer import checkpoint
 from openwafer.errors import UserError
 from openwafer.swarmx.channel import RankLost
 from openwafer.swarmx.share import check_shares
+from openwafer.train.gpu import GpuWorker
 from openwafer.train.job import Job, JobConfig, JobResult
 from openwafer.train.workers import LocalWorkers
 
@@ -39,9 +40,13 @@ def run(config: JobConfig) -> JobResult:
 
 
 def _attempt(config: JobConfig, num_csx: int) -> JobResult:
-    if num_csx == 1:
+    workers: LocalWorkers | GpuWorker
+    if config.train.device == "cuda":
+        workers = GpuWorker(config.train.device_memory, config.optimizer)
+    elif num_csx == 1:
         return Job(config).run()
-    workers = LocalWorkers(num_csx, config.swarmx)
+    else:
+        workers = LocalWorkers(num_csx, config.swarmx)
     try:
         return Job(config, workers).run()
     finally:

@@ -46,15 +46,15 @@ class Streamed:
         swarm: Swarm | None = None,
     ) -> None:
         """`swarm`: the workers, where there is more than this one."""
-        self.graph = graph
+        self.link = link or DirectLink(store)
+        self.graph = graph = on_device(graph, self.link.device)
         self.store = store
-        self.buffers = dict(buffers)
+        self.buffers = {name: value.to(self.link.device) for name, value in buffers.items()}
         self.config = config
         self.schedule = schedule
         self.worker = swarm or Worker(graph, seed, recompute=recompute)
         self.swarm = swarm
         self.guard = guard.Guard(config)
-        self.link = link or DirectLink(store)
         self.num_steps_done = num_steps_done
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
@@ -105,13 +105,18 @@ class Streamed:
         return norm
 
     def _vetoable_updates(self, done: Pass, numbers: UpdateNumbers) -> tuple[float, bool]:
-        """Nothing is updated before all gradients are known. Gives their norm, and whether they were applied."""
+        """Nothing is updated before all gradients are known. Gives their norm, and whether they were applied.
+
+        Most steps are not clipped: the link may prepare updates as if this was one.
+        """
+        likely = dataclasses.replace(numbers, max_value=self.config.max_grad_value)
         sums: dict[Unit, list[Tensor]] = {}
         parcels: list[Parcel] = []
         for unit, gradients in self.worker.backward(self.link.stream, done, self.guard.scale):
             if gradients:
                 sums[unit] = self._squares(unit, gradients)
                 parcels.append(self.link.send(unit, gradients))
+                self.link.guess(parcels[-1], likely)
         norm = global_norm(part for parts in sums.values() for part in parts) / numbers.divisor
         is_good = self.guard.judge(done.loss, norm, lambda: _bad_gradients(done, sums))
         config = self.config
@@ -137,6 +142,7 @@ class Streamed:
             return self.swarm.evaluate(micro_batches, graph, self.buffers)
         device = self.link.device
         local = [pytree.tree_map_only(Tensor, lambda t: t.to(device), dict(batch)) for batch in micro_batches]
+        graph = on_device(graph, device)
         values = [bind_inputs(graph, (), batch) for batch in local]
         buffers = {**graph.constants, **self.buffers}
         last_use = graph.last_use()
@@ -164,8 +170,15 @@ class Streamed:
 
     def _others(self) -> Iterator[tuple[str, Tensor]]:
         """What is not in the store: buffers are replaced, never changed, so they need no copy."""
-        yield from ((f"buffers/{name}", tensor) for name, tensor in self.buffers.items())
+        yield from ((f"buffers/{name}", tensor.cpu()) for name, tensor in self.buffers.items())
         yield guard.STATE, self.guard.tensor()
+
+
+def on_device(graph: Graph, device: torch.device) -> Graph:
+    """The graph with the literals of its code where it runs."""
+    if device.type == "cpu":
+        return graph
+    return dataclasses.replace(graph, constants={name: value.to(device) for name, value in graph.constants.items()})
 
 
 def fill(store: Store, values: Iterable[tuple[str, Tensor]]) -> None:

@@ -4,6 +4,7 @@ The model is captured when the first batch says what its inputs look like; until
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,13 @@ from openwafer.graph import Graph, capture
 from openwafer.graph.deferred import initialise
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.groups import with_groups
-from openwafer.memoryx.optimizer import make_optimizer
-from openwafer.memoryx.store import Store, fields
-from openwafer.memoryx.tier import DramTier
 from openwafer.models.config import ModelConfig
-from openwafer.train import guard
+from openwafer.swarmx.config import SwarmConfig
+from openwafer.train.assembly import DTYPES, Assembly, Plan, Workers
 from openwafer.train.cluster import Cluster
 from openwafer.train.engine import MicroBatch, StepResult
 from openwafer.train.schedule import Schedule
-from openwafer.train.streamed import Streamed, fill, restore
+from openwafer.train.streamed import Streamed
 
 Batch = Mapping[str, Any] | Sequence[MicroBatch]
 
@@ -45,6 +44,7 @@ class Trainer:
         *,
         schedule: Schedule | None = None,
         micro_batch_size: int | None = None,
+        recompute: bool = True,
         seed: int = 0,
     ) -> None:
         self.model = model
@@ -53,13 +53,13 @@ class Trainer:
         self.memory = memory or MemoryConfig()
         self.schedule = schedule or (lambda step: 1.0)
         self.micro_batch_size = micro_batch_size
+        self.recompute = recompute
         self.seed = seed
         self.last: StepResult | None = None
         self._engine: Streamed | None = None
+        self._closer: Callable[[], object] = lambda: None  # gives back what the engine stands on
         self._eval_graph: Graph | None = None
         self._resumed: checkpoint.Checkpoint | None = None
-        if self.memory != MemoryConfig():
-            raise UserError("memory: budgets, flash and a bf16 wire do not work from Python yet; leave it out")
         if micro_batch_size is not None and micro_batch_size < 1:
             raise UserError(f"micro_batch_size must be at least 1, got {micro_batch_size}")
 
@@ -79,7 +79,7 @@ class Trainer:
         """
         micro_batches = self._micro_batches(batch)
         if self._engine is None:
-            self._engine = self._start(micro_batches[0])
+            self._engine = self._start(micro_batches[0], self._resumed)
         self.last = self._engine.step(micro_batches)
         return self.last.loss
 
@@ -108,7 +108,7 @@ class Trainer:
             raise UserError("nothing was trained yet: take a step before evaluating")
         micro_batches = self._micro_batches(batch)
         if self._eval_graph is None:
-            self._eval_graph = capture(self.model.eval(), (), dict(micro_batches[0]))
+            self._eval_graph = self._capture(micro_batches[0], training=False)
         return self._engine.evaluate(micro_batches, self._eval_graph)
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
@@ -151,7 +151,8 @@ class Trainer:
             raise UserError(f"{folder} has no whole checkpoint")
         self._resumed = checkpoint.Checkpoint.open(newest)
         if self._engine is not None:
-            self._restore(self._engine, self._resumed)
+            self._closer()
+            self._engine = self._start(self._example, self._resumed)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight and buffer by name, one at a time; each is valid until the next is asked for."""
@@ -180,32 +181,60 @@ class Trainer:
             alias: found[next(name for name in names if name in found)] for names in aliases.values() for alias in names
         }
 
-    def _start(self, micro_batch: MicroBatch) -> Streamed:
-        graph = with_groups(capture(self.model.train(), (), dict(micro_batch)), self.optimizer.groups)
-        optimizer = make_optimizer(self.optimizer)
-        dram = DramTier()
-        store = Store(graph, optimizer, {spec.key: dram for spec in fields(graph, optimizer)})
-        names = [name for name in graph.buffers if name not in graph.constants]
-        buffers = {name: value.clone() for name, value in initialise(self.model, names, self.seed)}
-        engine = Streamed(graph, store, buffers, self.optimizer, self.schedule, self.seed)
-        if self._resumed is None:
-            fill(store, initialise(self.model, graph.weights, self.seed))
-        else:
-            self._restore(engine, self._resumed)
-        return engine
+    def _capture(self, micro_batch: MicroBatch, *, training: bool) -> Graph:
+        return capture(self.model.train(training), (), dict(micro_batch), dtype=DTYPES[self.cluster.precision])
 
-    def _restore(self, engine: Streamed, stored: checkpoint.Checkpoint) -> None:
-        names = set(stored.names())
-        wanted = {f"weights/{name}" for name in engine.graph.weights}
-        missing = sorted(wanted - names)
-        if missing:
-            raise UserError(f"{stored.folder} holds another model: it has no {missing[0].removeprefix('weights/')!r}")
-        restore(engine.store, stored.read, with_state=stored.step > 0)
-        kept = [name for name in engine.buffers if f"buffers/{name}" in names]
-        engine.buffers |= {name: stored.read(f"buffers/{name}").clone() for name in kept}
-        engine.num_steps_done = stored.step
-        if guard.STATE in names:
-            engine.guard.restore(stored.read(guard.STATE))
+    def _start(self, micro_batch: MicroBatch, stored: checkpoint.Checkpoint | None) -> Streamed:
+        self._example = micro_batch
+        graph = with_groups(self._capture(micro_batch, training=True), self.optimizer.groups)
+        plan = Plan(
+            graph=graph,
+            module=self.model,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            memory=self.memory,
+            precision=self.cluster.precision,
+            seed=self.seed,
+            options={"recompute": self.recompute},
+        )
+        workers = self._workers()
+        try:
+            assembly = Assembly(plan, workers, stored)
+        except BaseException:
+            if workers is not None:
+                workers.close()
+            raise
+        # Processes, and files of the flash tier, go with the trainer, also when nobody closes it.
+        self._closer = weakref.finalize(self, _close, assembly, workers)
+        return assembly.engine
+
+    def _workers(self) -> Workers | None:
+        cluster = self.cluster
+        if cluster.device == "cuda":
+            from openwafer.train.gpu import GpuWorker
+
+            return GpuWorker(cluster.device_memory, self.optimizer)
+        if cluster.num_csx > 1:
+            from openwafer.train.workers import LocalWorkers
+
+            return LocalWorkers(cluster.num_csx, SwarmConfig(csx_threads=cluster.csx_threads))
+        return None
+
+    def close(self) -> None:
+        """Give back memory and files. The trainer can be asked for nothing afterwards."""
+        self._closer()
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _close(assembly: Assembly, workers: Workers | None) -> None:
+    if workers is not None:
+        workers.close()
+    assembly.close()
 
 
 def _repeated(data: Iterable[Batch], num_steps: int | None) -> Iterator[Batch]:

@@ -152,8 +152,10 @@ def test_mistakes(tmp_path: Path) -> None:
         job.load(tmp_path)
     with pytest.raises(ow.UserError, match="ended after 2 of 5 batches"):
         job.fit(iter([points(0, 5), points(1, 5)]), num_steps=5)
-    with pytest.raises(ow.UserError, match="more than one worker does not work yet"):
-        ow.Cluster(num_csx=4)
+    with pytest.raises(ow.UserError, match="several GPUs do not work yet"):
+        ow.Cluster(num_csx=4, device="cuda")
+    with pytest.raises(ow.UserError, match="device_memory 5 is for device cuda"):
+        ow.Cluster(device_memory=5)
     with pytest.raises(ow.UserError, match=r"no weight is called 'layer.0.weight': the nearest are"):
         ow.Trainer(MLP(), ow.AdamW(groups=(ow.GroupConfig(match="layer.0.weight"),))).step(points(0))
     folder = job.save(tmp_path / "mlp")
@@ -161,3 +163,38 @@ def test_mistakes(tmp_path: Path) -> None:
     other.load(folder)
     with pytest.raises(ow.UserError, match="holds another model: it has no 'transformer"):
         other.step(tokens(0))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu_says_so() -> None:
+    with pytest.raises(ow.UserError, match="PyTorch sees no GPU here"):
+        ow.Trainer(MLP(), cluster=ow.Cluster(device="cuda")).step(points(0))
+
+
+def trained(**options: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    with ow.Trainer(MLP(), micro_batch_size=8, **options) as job:
+        job.fit([points(0), points(1)], num_steps=6)
+        return job.state_dict()
+
+
+def test_flash_and_workers_change_no_bit(tmp_path: Path) -> None:
+    plain = trained()
+    budget = sum(value.nbytes for value in plain.values())
+    flash = trained(memory=ow.MemoryConfig(dram=budget + 20_000, flash=tmp_path / "flash"))
+    assert not list((tmp_path / "flash").glob("*.flash"))  # closed: its files are gone
+    threads = torch.get_num_threads()
+    workers = trained(cluster=ow.Cluster(num_csx=2, csx_threads=threads), recompute=False)
+    for name, value in plain.items():
+        assert torch.equal(flash[name], value)
+        assert torch.equal(workers[name], value)
+
+
+def test_bf16_computes_on_rounded_weights_and_keeps_exact_masters() -> None:
+    exact, rounded = trained(), trained(cluster=ow.Cluster(precision="bf16"))
+    for name in ("layers.0.weight", "layers.1.bias", "layers.4.weight"):
+        value = rounded[name]
+        assert value.dtype == torch.float32
+        assert (value.bfloat16() != value).any()
+        assert not torch.equal(value, exact[name])
+        torch.testing.assert_close(value, exact[name], rtol=0.1, atol=0.05)
