@@ -7,7 +7,7 @@ from openwafer.errors import UserError
 from openwafer.serve.api.answer import Piece
 from openwafer.serve.api.conversation import plain_text, render
 from openwafer.serve.api.errors import ApiError
-from openwafer.serve.api.grammar import GrammarCompiler, is_supported
+from openwafer.serve.api.grammar import check_schema, is_supported
 from openwafer.serve.api.job import Job, Plan
 from openwafer.serve.api.sampling import asked_tokens, sampling, stops
 from openwafer.serve.api.schema import ChatRequest, JsonFormat, JsonSchemaFormat, NamedTool, Tool
@@ -62,32 +62,43 @@ def _encode(served: ServedModel, text: str) -> list[int]:
 
 
 def _constraint(served: ServedModel, request: ChatRequest, tools: list[Tool]) -> Constraint | None:
-    """What the answer must look like; forced tools win over a response format."""
+    """What the answer must look like: forced calls, or calls or an answer of a form, or either with free text."""
     if isinstance(request.tool_choice, NamedTool):
         wanted = request.tool_choice.function.name
         return _calls(served, [tool for tool in tools if tool.function.name == wanted], request, is_forced=True)
     if tools and request.tool_choice == "required":
         return _calls(served, tools, request, is_forced=True)
+    answer = None
     if isinstance(request.response_format, JsonSchemaFormat):
-        return served.grammars().schema(request.response_format.json_schema.schema_, "response_format")
-    if isinstance(request.response_format, JsonFormat):
-        return served.grammars().any_json()
-    if any(tool.function.strict for tool in tools):
-        return _calls(served, tools, request, is_forced=False)
-    return None
+        answer = request.response_format.json_schema.schema_
+    elif isinstance(request.response_format, JsonFormat):
+        answer = _ANY_OBJECT
+    if tools and (answer is not None or any(tool.function.strict for tool in tools)):
+        return _calls(served, tools, request, is_forced=False, answer=answer)
+    return None if answer is None else served.grammars.schema(answer, "response_format")
 
 
-def _calls(served: ServedModel, tools: list[Tool], request: ChatRequest, *, is_forced: bool) -> Constraint:
-    compiler: GrammarCompiler = served.grammars()
-    is_parallel = request.parallel_tool_calls is not False
+def _calls(
+    served: ServedModel,
+    tools: list[Tool],
+    request: ChatRequest,
+    *,
+    is_forced: bool,
+    answer: Mapping[str, Any] | None = None,
+) -> Constraint:
     functions = [(tool.function.name, _arguments_schema(tool)) for tool in tools]
-    return compiler.calls(served.tool_format, functions, is_parallel=is_parallel, is_forced=is_forced)
+    return served.grammars.calls(
+        served.tool_format, functions, is_parallel=_is_parallel(request), is_forced=is_forced, answer=answer
+    )
+
+
+def _is_parallel(request: ChatRequest) -> bool:
+    """A named function is called once."""
+    return request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedTool)
 
 
 def _arguments_schema(tool: Tool) -> Mapping[str, Any]:
     """Strict: a schema that cannot be enforced is refused. Otherwise such arguments are any object."""
-    from openwafer.serve.api.grammar import check_schema
-
     schema = tool.function.parameters or _ANY_OBJECT
     if tool.function.strict:
         check_schema(schema, f"tools: {tool.function.name}")
@@ -147,7 +158,7 @@ class ChatJob(Job[ChatRequest]):
         request, served = self.request, self.served
         names = frozenset(tool.function.name for tool in request.tools or ())
         has_tools = bool(names) and request.tool_choice != "none"
-        is_parallel = request.parallel_tool_calls is not False
+        is_parallel = _is_parallel(request)
         self._choices = [
             _Choice(ToolReader(served.tool_format, names, is_parallel=is_parallel) if has_tools else None)
             for _ in self.plan.requests

@@ -76,9 +76,17 @@ class GrammarCompiler:
         *,
         is_parallel: bool,
         is_forced: bool,
+        answer: Mapping[str, Any] | None = None,
     ) -> MatcherConstraint:
-        """Calls of (name, schema of the arguments); where they are not forced, text may stand around them."""
-        return self._constraint(_lark(style, list(functions), is_parallel, is_forced), "tools")
+        """Calls of (name, schema of the arguments). Where they are not forced, text may stand around them, or
+        instead of them there is an `answer` of that schema.
+        """
+        functions = list(functions)
+        if answer is not None:
+            check_schema(answer, "response_format")
+            if not style.before:
+                return self.schema(_call_or_answer(style, functions, answer), "response_format")
+        return self._constraint(_lark(style, functions, is_parallel, is_forced, answer), "tools")
 
     def _constraint(self, grammar: str, param: str) -> MatcherConstraint:
         with self._lock:
@@ -115,16 +123,24 @@ def is_supported(schema: Mapping[str, Any]) -> bool:
     return not is_error
 
 
-def _lark(style: ToolFormat, functions: list[tuple[str, Mapping[str, Any]]], is_parallel: bool, is_forced: bool) -> str:
+def _lark(
+    style: ToolFormat,
+    functions: list[tuple[str, Mapping[str, Any]]],
+    is_parallel: bool,
+    is_forced: bool,
+    answer: Mapping[str, Any] | None,
+) -> str:
     """One rule for each function; its schema stands alone, so that its references hold."""
     lines = []
     for number, (name, schema) in enumerate(functions):
-        options = {**schema, "x-guidance": _JSON_OPTIONS}
         lines.append(f"call_{number}: {json.dumps(style.begin(name))} args_{number} {json.dumps(style.end)}")
-        lines.append(f"args_{number}: %json {json.dumps(options)}")
+        lines.append(f"args_{number}: {_json_rule(schema)}")
     lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
     more = f"({json.dumps(style.between)} call)*" if is_parallel else ""
-    if is_forced:
+    if answer is not None:
+        lines.append(f"answer: {_json_rule(answer)}")
+        lines.append(f"start: call {more} | answer")
+    elif is_forced:
         lines.append(f"start: call {more}")
     elif not style.before:
         # What begins with a bracket is a call, and nothing else is.
@@ -141,6 +157,33 @@ def _lark(style: ToolFormat, functions: list[tuple[str, Mapping[str, Any]]], is_
         lines.append(f"start: TEXT | opened ({first}) {more}")
         lines.append(r"TEXT: /(.|\n)*/")
     return "%llguidance {}\n" + "\n".join(lines)
+
+
+def _call_or_answer(
+    style: ToolFormat, functions: list[tuple[str, Mapping[str, Any]]], answer: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One schema for both: where no mark opens a call, both begin with the same brace."""
+    if any('"$ref"' in json.dumps(schema) for schema in (answer, *(schema for _, schema in functions))):
+        raise ApiError(
+            400,
+            "response_format: with tools of this model, schemas must not have $ref (calls and answers look alike)",
+            param="response_format",
+            code="unsupported_schema_keyword",
+        )
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, style.arguments: schema},
+            "required": ["name", style.arguments],
+            "additionalProperties": False,
+        }
+        for name, schema in functions
+    ]
+    return {"anyOf": [*calls, answer]}
+
+
+def _json_rule(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
 
 
 def _sentence(error: str) -> str:

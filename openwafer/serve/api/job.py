@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -214,7 +214,7 @@ class StreamResponse(Response):
 
 
 @contextlib.asynccontextmanager
-async def gives_up(generation: Generation, receive: Receive):
+async def gives_up(generation: Generation, receive: Receive) -> AsyncIterator[None]:
     """While the block runs, a client that disconnects takes its request out of the engine."""
 
     async def watch() -> None:

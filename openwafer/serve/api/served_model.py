@@ -1,14 +1,18 @@
 """The model being served: its engine and everything around it that turns text into tokens and back."""
 
 import hashlib
-import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from openwafer.models.tokenizer import Tokenizer
 from openwafer.serve.api.tools import FORMATS, ToolFormat, format_of_template
 from openwafer.serve.api.vocabulary import Vocabulary
 from openwafer.serve.core import Engine
+
+if TYPE_CHECKING:
+    from openwafer.serve.api.grammar import GrammarCompiler
 
 # What a model without a template of its own is given: the words most instruction-tuned models have seen.
 PLAIN_TEMPLATE = (
@@ -29,8 +33,6 @@ class ServedModel:
     vocabulary: Vocabulary
     created: int
     fingerprint: str
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _compilers: list = field(default_factory=list, repr=False)
 
     @classmethod
     def make(
@@ -71,11 +73,9 @@ class ServedModel:
     def template_knows_tools(self) -> bool:
         return "tools" in (self.tokenizer.chat_template or "")
 
-    def grammars(self):
-        """The compiler of constraints; made when first asked for. Call it in a worker thread."""
+    @cached_property
+    def grammars(self) -> "GrammarCompiler":
+        """The compiler of constraints; made when first asked for. Ask in a worker thread: it takes half a second."""
         from openwafer.serve.api.grammar import GrammarCompiler
 
-        with self._lock:
-            if not self._compilers:
-                self._compilers.append(GrammarCompiler(self.tokenizer, self.engine.vocab_size))
-            return self._compilers[0]
+        return GrammarCompiler(self.tokenizer, self.engine.vocab_size)

@@ -7,7 +7,7 @@ import logging
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -129,7 +129,7 @@ class Service:
                     stall.task.cancel()
 
     @contextlib.asynccontextmanager
-    async def watched(self, scope: Mapping[str, Any]):
+    async def watched(self, scope: Mapping[str, Any]) -> AsyncIterator[Stall]:
         """A stall detector for the stream that the block writes."""
         stall = Stall(asyncio.current_task(), scope.get("openwafer.transport"))
         self._stalls.add(stall)

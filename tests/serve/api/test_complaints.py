@@ -102,6 +102,29 @@ def test_finish_reason_is_right(api: Running, text: str, fields: dict[str, Any],
     assert choice["message"].get("tool_calls") != []
 
 
+def test_tools_and_a_response_format_together(api: Running):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
+    answer = api.chat(say('{"a": 1}'), tools=TOOLS, response_format=wanted).json()["choices"][0]
+    assert (answer["message"]["content"], answer["finish_reason"]) == ('{"a": 1}', "stop")
+    call = '<tool_call>\n{"name": "first", "arguments": {"a": 1}}\n</tool_call>'
+    answer = api.chat(say(call), tools=TOOLS, response_format=wanted).json()["choices"][0]
+    assert answer["finish_reason"] == "tool_calls"
+    assert answer["message"]["tool_calls"][0]["function"]["name"] == "first"
+
+
+def test_named_tool_is_called_once(api: Running):
+    script = api.engine.script
+    call = '<tool_call>\n{"name": "first", "arguments": {}}\n</tool_call>'
+    api.engine.script = lambda request: TOKENIZER.encode("\n".join([call] * 3)) + [1]
+    try:
+        choice = {"type": "function", "function": {"name": "first"}}
+        answer = api.chat(say("x"), tools=TOOLS, tool_choice=choice).json()["choices"][0]
+    finally:
+        api.engine.script = script
+    assert (len(answer["message"]["tool_calls"]), answer["finish_reason"]) == (1, "tool_calls")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("text", "stop", "shown"),

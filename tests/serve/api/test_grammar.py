@@ -112,6 +112,25 @@ def test_strict_calls_that_are_not_forced(compiler: GrammarCompiler, style):
     assert takes(free(), before + style.write("f", '{"name": 1}'))[0] is False
 
 
+@pytest.mark.parametrize("style", FORMATS.values(), ids=FORMATS)
+def test_calls_or_an_answer_of_a_form(compiler: GrammarCompiler, style):
+    def either() -> MatcherConstraint:
+        functions = [("f", {"type": "object"})]
+        return compiler.calls(style, functions, is_parallel=True, is_forced=False, answer=answer)
+
+    answer = {**PERSON, "properties": {**PERSON["properties"], "tags": {}}, "$defs": {}}
+    assert takes(either(), '{"name": "x", "kind": "a"}') == (True, True)
+    assert takes(either(), style.write("f", '{"any": 1}')) == (True, True)
+    assert takes(either(), '{"name": "x", "kind": "c"}')[0] is False
+    assert takes(either(), "Hello")[0] is False
+    answer = PERSON
+    if style.before:
+        assert takes(either(), '{"name": "x", "kind": "a", "tags": [{"t": true}]}') == (True, True)
+    else:
+        with pytest.raises(ApiError, match=r"must not have \$ref"):
+            either()
+
+
 def test_unsupported(compiler: GrammarCompiler):
     for schema, word in [
         ({"type": "object", "properties": {"a": {"allOf": [{"contains": {}}]}}}, "contains"),
