@@ -18,7 +18,7 @@ import numpy as np
 
 from openwafer.errors import UserError
 from openwafer.models.config import ModelConfig
-from openwafer.models.load import StoredModel, open_model
+from openwafer.models.load import open_model
 from openwafer.models.tokenizer import Tokenizer
 from openwafer.serve.block_pool import BlockPool
 from openwafer.serve.core import Engine, EngineStats, Event, FinishReason, QueueFullError, Request, TokenLogprob
@@ -27,11 +27,11 @@ from openwafer.serve.runner import Batch, Runner
 from openwafer.serve.sampler import SamplingError, draw, logprobs_of
 from openwafer.serve.scheduler import Scheduler, Work
 from openwafer.serve.sequence import Sequence
+from openwafer.serve.speculation import Lookup, Speculator
 
 __all__ = ["EngineConfig", "LocalEngine", "open_engine"]
 
 T = TypeVar("T")
-BLOCK_SIZE = 16  # tokens in a block of the key/value cache
 _log = logging.getLogger(__name__)
 
 
@@ -39,58 +39,39 @@ def open_engine(
     path_or_name: str | Path, config: EngineConfig | None = None
 ) -> tuple[Engine, Tokenizer | None, ModelConfig]:
     """Load a model (a pulled name, a file or a folder) and start an engine on it."""
+    from openwafer.serve.opening import open_runner, open_speculator
+
     config = config or EngineConfig()
     stored = open_model(path_or_name)
-    runner = _open_runner(stored, config)
-    limit = min(stored.config.max_position_embeddings, runner.num_blocks * runner.block_size)
+    runner = open_runner(stored, config)
+    num_tokens = runner.num_blocks * runner.block_size
+    limit = min(stored.config.max_position_embeddings, num_tokens)
     if config.max_context is not None and config.max_context > limit:
         raise UserError(
             f"max_context {config.max_context} is more than the model ({stored.config.max_position_embeddings}) "
-            f"or the key/value cache ({runner.num_blocks * runner.block_size} tokens) can hold: lower it, "
-            "or give a larger kv_cache"
+            f"or the key/value cache ({num_tokens} tokens) can hold: lower it, or give a larger kv_cache"
         )
-    engine = LocalEngine(runner, stored.config, config, max_context=config.max_context or limit)
+    speculator = open_speculator(stored.config, config)
+    engine = LocalEngine(runner, stored.config, config, max_context=config.max_context or limit, speculator=speculator)
     return engine, stored.tokenizer(), stored.config
-
-
-def _open_runner(stored: StoredModel, config: EngineConfig) -> Runner:
-    from openwafer.kernels.compiled import NoCompiler
-    from openwafer.serve.loading import load_program
-    from openwafer.serve.native import NativeRunner
-    from openwafer.serve.reference import ReferenceRunner
-
-    program = load_program(stored, config)
-    shape = stored.config
-    half_cache = program.is_packed
-    token_bytes = shape.num_hidden_layers * 2 * shape.kv_heads * shape.head_size * (2 if half_cache else 4)
-    num_blocks = config.kv_cache // (token_bytes * BLOCK_SIZE)
-    # More blocks than all requests together can fill would only cost memory.
-    num_blocks = min(num_blocks, config.max_running * -(-shape.max_position_embeddings // BLOCK_SIZE))
-    if num_blocks < 1:
-        raise UserError(
-            f"kv_cache {config.kv_cache} is too small: {BLOCK_SIZE} tokens of this model need "
-            f"{token_bytes * BLOCK_SIZE} bytes"
-        )
-    try:
-        return NativeRunner(
-            program,
-            num_blocks=num_blocks,
-            max_rows=config.max_step_tokens,
-            half_cache=half_cache,
-            num_threads=config.num_threads,
-        )
-    except NoCompiler as error:
-        _log.warning("%s: the model runs in PyTorch, row by row and much slower", error)
-        return ReferenceRunner(program, num_blocks=num_blocks, block_size=BLOCK_SIZE)
 
 
 class LocalEngine:
     """Decodes requests on one runner, in a thread of its own."""
 
-    def __init__(self, runner: Runner, model: ModelConfig, config: EngineConfig, *, max_context: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        model: ModelConfig,
+        config: EngineConfig,
+        *,
+        max_context: int,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.max_context = max_context
         self.vocab_size = model.vocab_size
         self._runner = runner
+        self._speculator = speculator or Lookup(in_text=False)
         self._config = config
         pool = BlockPool(runner.num_blocks, runner.block_size, prefix_cache=config.prefix_cache)
         self._scheduler = Scheduler(pool, max_running=config.max_running, max_step_tokens=config.max_step_tokens)
@@ -174,6 +155,7 @@ class LocalEngine:
             for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
                 self._finish(sequence, "error" if is_broken else "cancelled", self._error)
             self._runner.close()
+            self._speculator.close()
 
     def _receive(self) -> bool:
         """Take in what arrived, waiting for something to do; False when closing."""
@@ -213,6 +195,7 @@ class LocalEngine:
         return None
 
     def _step(self) -> None:
+        self._speculate()
         works = self._scheduler.plan()
         now = time.monotonic()
         num_started = 0
@@ -232,6 +215,21 @@ class LocalEngine:
             self._after(work, logits[first : first + count])
             first += count
         self._last_progress_s = time.monotonic()
+
+    def _speculate(self) -> None:
+        """Guess ahead for the answers under way, as far as the step has room after one token for everybody."""
+        running = self._scheduler.running
+        decoding = [s for s in running if s.num_left == 1 and s.num_drawn + 1 < s.request.sampling.max_tokens]
+        if not decoding:
+            return
+        room = (self._config.max_step_tokens - len(running)) // len(decoding)
+        if (most := min(self._config.num_draft_tokens, room)) < 1:
+            return
+        for sequence, drafts in zip(decoding, self._speculator.guess(decoding, most), strict=True):
+            left = min(
+                sequence.request.sampling.max_tokens - sequence.num_drawn, self.max_context - len(sequence.tokens)
+            )
+            sequence.drafts = [token for token in drafts[: left - 1] if 0 <= token < self.vocab_size]
 
     def _batch(self, works: Items[Work]) -> Batch:
         tokens: list[int] = []
@@ -298,8 +296,10 @@ class LocalEngine:
                 break
             if token != drafts[index]:
                 break
-            sequence.num_accepted += 1
-        sequence.num_rejected += len(drafts) - max(0, min(len(tokens) - 1, len(drafts)))
+        if drafts and sequence.request.prediction:
+            num_right = sum(mine == guess for mine, guess in zip(tokens, drafts, strict=False))
+            sequence.num_accepted += num_right
+            sequence.num_rejected += len(drafts) - num_right
         sequence.num_computed = known + max(0, len(tokens) - 1)
         self._num_generated_tokens += len(tokens)
         self._scheduler.pool.publish(sequence)
@@ -371,6 +371,7 @@ class LocalEngine:
 
     def _forget(self, sequence: Sequence) -> None:
         self._by_id.pop(sequence.request.id, None)
+        self._speculator.forget(sequence)
         self._scheduler.finish(sequence)
         if sequence.started_s is None:
             with self._wake:

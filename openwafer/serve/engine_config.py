@@ -10,7 +10,6 @@ from openwafer.config import option
 class EngineConfig:
     """How a model is loaded and how requests share it."""
 
-    device: Literal["cpu", "cuda"] = option("cpu", help="where the model runs")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option(
         "auto", help="of weights that are not quantised; auto: as stored, and a GGUF's packed weights stay packed"
     )

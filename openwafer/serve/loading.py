@@ -1,8 +1,10 @@
 """From a stored model to a program, packed tensor by tensor."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from openwafer.models.build import build
 from openwafer.models.gguf import RawTensor
@@ -13,13 +15,14 @@ from openwafer.serve.gguf_blocks import matrix_from_raw
 from openwafer.serve.matrix import Matrix
 from openwafer.serve.program import Program, Weights, build_program
 
+_INITIALISERS = {"normal_", "zeros_", "ones_", "constant_", "zero_", "fill_"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_program(stored: StoredModel, config: EngineConfig) -> Program:
     """The model ready to run; each tensor is packed as it is read, so memory holds the packed model and one tensor."""
-    with torch.device("meta"):
-        module = build(stored.config)
+    with torch.device("meta"), _NoInitialisation():
+        module = build(stored.config)  # for names and shapes only
     weights: Weights = {}
     if stored.raw is not None and config.dtype == "auto" and config.quantization is None:
         given: dict[str, RawTensor | torch.Tensor] = {}
@@ -31,6 +34,15 @@ def load_program(stored: StoredModel, config: EngineConfig) -> Program:
         for matched in match(module, stored.tensors(), str(stored.path)):
             weights[matched.names[0]] = _packed(matched.names[0], matched.tensor, stored, config)
     return build_program(stored.config, weights)
+
+
+class _NoInitialisation(TorchFunctionMode):
+    """Leaves new parameters as they are: on the meta device alone, initialising loads 3 s worth of modules."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _INITIALISERS and args:
+            return args[0]
+        return func(*args, **kwargs or {})
 
 
 def _described(

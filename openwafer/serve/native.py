@@ -30,7 +30,10 @@ from openwafer.serve.program import (
 )
 from openwafer.serve.runner import Batch
 
-PAGE = 16  # tokens in a block of the cache; the C side has the same
+# As in decoder.h:
+PAGE = 16  # tokens in a block of the cache
+TILE_ROWS = 8  # rows that a kernel takes at once at most
+ATTEND_ROWS = 8  # rows of a sequence that attention takes together at most
 _KINDS = {Embed: 0, AddPosition: 1, Norm: 2, Linear: 3, Attend: 4, Activate: 5, Add: 6}
 _QUANTIZE = 7
 _FORMATS = {"fp32": 0, "bf16": 1, "fp16": 2, "q8": 3, "q4": 4}
@@ -71,8 +74,7 @@ class _Batch(ctypes.Structure):
 class _Rounded(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("values", "scales", "sums", "totals")),
-        ("stride", ctypes.c_int64),
-        ("block_stride", ctypes.c_int64),
+        ("num_blocks", ctypes.c_int64),
     )
 
 
@@ -86,14 +88,15 @@ class _Program(ctypes.Structure):
         ("cosines", ctypes.c_void_p),
         ("rotary_stride", ctypes.c_int64),
         ("scores", ctypes.c_void_p),
-        ("scores_stride", ctypes.c_int64),
+        ("thread_stride", ctypes.c_int64),
+        ("runs", ctypes.c_void_p),
         ("quantized", _Rounded),
     )
 
 
 def load_library() -> ctypes.CDLL:
     """The kernels, from the cache if they were built before; NoCompiler where they cannot be."""
-    built = compiled("decoder", sorted(_SOURCES.glob("*.c")), ("-flto",))
+    built = compiled("decoder", sorted(_SOURCES.glob("*.c")), ("-flto", "-fno-schedule-insns"))
     built.decoder_open.restype = ctypes.c_void_p
     built.decoder_open.argtypes = [ctypes.POINTER(_Program), ctypes.c_int]
     built.decoder_run.restype = None
@@ -130,7 +133,8 @@ class NativeRunner:
         self._kept.append(lowered)
         operations = lowered.operations
         max_positions = min(config.max_position_embeddings, num_blocks * PAGE)
-        scores_stride = 4 * -(-max_positions // PAGE) * PAGE
+        num_queries = ATTEND_ROWS * config.num_heads // config.kv_heads
+        thread_stride = config.head_size * PAGE + num_queries * (-(-max_positions // PAGE) + 1) * PAGE
         rotary_stride = 2 * max_rows * (config.head_size // 2)
         self._handle = self._library.decoder_open(
             _Program(
@@ -146,8 +150,9 @@ class NativeRunner:
                 cache=cache.data_ptr(),
                 cosines=self._keep(torch.empty(max(1, lowered.num_rotary_tables) * rotary_stride)).data_ptr(),
                 rotary_stride=rotary_stride,
-                scores=self._keep(torch.empty(num_threads * scores_stride)).data_ptr(),
-                scores_stride=scores_stride,
+                scores=self._keep(torch.empty(num_threads * thread_stride)).data_ptr(),
+                thread_stride=thread_stride,
+                runs=self._keep(torch.empty(max_rows + 1, dtype=torch.int32)).data_ptr(),
                 quantized=lowered.quantized,
             ),
             num_threads,
@@ -199,12 +204,11 @@ class _Lowering:
         self.quantized = self._round_buffers(-(-columns // BLOCK))
 
     def _round_buffers(self, num_blocks: int) -> _Rounded:
-        sizes = self._max_rows, num_blocks
-        values = self._keep(torch.zeros(self._max_rows, num_blocks * BLOCK, dtype=torch.int8))
-        scales, sums = self._keep(torch.zeros(sizes)), self._keep(torch.zeros(sizes))
-        totals = self._keep(torch.zeros(sizes, dtype=torch.int32))
-        pointers = (t.data_ptr() for t in (values, scales, sums, totals))
-        return _Rounded(*pointers, num_blocks * BLOCK, num_blocks)
+        num_rows = -(-self._max_rows // TILE_ROWS) * TILE_ROWS
+        values = self._keep(torch.zeros(num_rows * num_blocks, BLOCK, dtype=torch.int8))
+        scales, sums = (self._keep(torch.zeros(num_rows * num_blocks)) for _ in range(2))
+        totals = self._keep(torch.zeros(num_rows * num_blocks, dtype=torch.int32))
+        return _Rounded(*(t.data_ptr() for t in (values, scales, sums, totals)), num_blocks)
 
     def _lowered(self, operations: Sequence[Operation]) -> list[_Operation]:
         lowered: list[_Operation] = []

@@ -19,6 +19,7 @@ from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.loading import load_program
 from openwafer.serve.native import NativeRunner
 from openwafer.serve.program import Program
+from openwafer.serve.speculation import Speculator
 
 _LLAMA = {
     "family": "llama",
@@ -138,7 +139,9 @@ def open_tiny() -> Iterator[OpenTiny]:
     """`open_tiny(config, num_blocks=..., **engine options)`: a client of an engine on a tiny model."""
     opened: list[LocalEngine] = []
 
-    def open_(config: ModelConfig = CONFIGS["llama"], *, num_blocks: int = 64, **engine) -> Client:
+    def open_(
+        config: ModelConfig = CONFIGS["llama"], *, num_blocks: int = 64, speculator: Speculator | None = None, **engine
+    ) -> Client:
         chosen = EngineConfig(**{"num_threads": 2, "max_step_tokens": 32} | engine)
         program = load_program(stored(tiny_module(config)), chosen)
         runner = NativeRunner(
@@ -149,7 +152,7 @@ def open_tiny() -> Iterator[OpenTiny]:
             num_threads=chosen.num_threads,
         )
         context = min(config.max_position_embeddings, num_blocks * runner.block_size)
-        opened.append(LocalEngine(runner, config, chosen, max_context=context))
+        opened.append(LocalEngine(runner, config, chosen, max_context=context, speculator=speculator))
         return Client(opened[-1])
 
     yield open_

@@ -2,12 +2,14 @@
 
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from openwafer.models.generate import generate
+from openwafer.models.load import load
 from openwafer.serve.core import Event, QueueFullError
 from openwafer.serve.engine import EngineConfig, LocalEngine, open_engine
 from tests.serve.conftest import CONFIGS, Answer, Client, OpenTiny, tiny_module
@@ -195,9 +197,9 @@ def test_the_queue_is_bounded_and_fair_between_clients(open_tiny: OpenTiny) -> N
     for number in range(9):
         client.engine.submit(client.request(PROMPT, client="many", max_tokens=40), listen(f"many {number}"))
     client.engine.submit(client.request(PROMPT, client="one"), listen("one"))
+    more = [client.request(PROMPT, client="many", max_tokens=1) for _ in range(12)]
     with pytest.raises(QueueFullError, match="waiting"):
-        for _ in range(12):
-            client.engine.submit(client.request(PROMPT, client="many", max_tokens=1), lambda event: None)
+        any(client.engine.submit(request, lambda event: None) for request in more)
     assert done.wait(60)
     assert order.index("one") <= 2
     assert [name for name in order if name != "one"] == [f"many {number}" for number in range(9)]
@@ -247,7 +249,7 @@ def test_an_engine_that_breaks_tells_everybody(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.network
-def test_smollm2_answers(smollm2_path) -> None:
+def test_smollm2_answers(smollm2_path: Path) -> None:
     """The real file, its packed weights used as they are."""
     engine, tokenizer, config = open_engine(smollm2_path, EngineConfig(num_threads=2))
     assert tokenizer is not None
@@ -258,3 +260,17 @@ def test_smollm2_answers(smollm2_path) -> None:
     assert "Paris" in tokenizer.decode(answer.tokens)
     assert answer.last.finish_reason == "stop"
     assert (engine.max_context, engine.vocab_size) == (config.max_position_embeddings, config.vocab_size)
+
+
+@pytest.mark.network
+def test_smollm2_in_fp32_answers_as_the_plain_loop(smollm2_path: Path) -> None:
+    """The loop itself equals transformers (tests/models); bench/greedy_transformers.py compares 20 x 100 tokens."""
+    module, tokenizer = load(smollm2_path)
+    assert tokenizer is not None
+    engine, _, _ = open_engine(smollm2_path, EngineConfig(num_threads=2, dtype="fp32"))
+    client = Client(engine)  # pyright: ignore[reportArgumentType]
+    prompts = [tokenizer.encode(text) for text in ("Once upon a time", "def fibonacci(n):")]
+    started = [client.start(client.request(prompt, max_tokens=16)) for prompt in prompts]
+    answers = [client.wait(events).tokens for events in started]
+    engine.close()
+    assert answers == [list(generate(module, prompt, max_tokens=16)) for prompt in prompts]

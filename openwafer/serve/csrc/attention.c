@@ -1,12 +1,13 @@
 /* Attention of rows over their own sequences, through the block tables of the cache.
  *
  * Scores of all positions first, then the softmax, then the sum of the values, each along the positions in order:
- * where a prompt was cut into pieces leaves no trace. Keys lie as [head_size][PAGE], so a vector holds the scores of
- * neighbouring tokens; values lie as [PAGE][head_size]. */
+ * where a prompt was cut into pieces leaves no trace. A task is a run of rows of one sequence and one key/value head,
+ * so that a page is read and widened to fp32 once for all of its queries (rows times query heads of that head).
+ * Keys lie as [head_size][PAGE], so a vector holds the scores of neighbouring tokens; values lie as [PAGE][head_size]. */
 #include "decoder.h"
 #include <math.h>
 
-#define MOST_QUERIES 4
+#define QUERIES 4 /* at once: their 4 x 16 sums fill half of NEON's registers */
 
 INLINE int64_t page_index(const program *p, const batch *in, int layer, int is_value, int sequence, int page, int head)
 {
@@ -14,22 +15,14 @@ INLINE int64_t page_index(const program *p, const batch *in, int layer, int is_v
     return ((((int64_t)layer * 2 + is_value) * p->num_blocks + block) * p->num_kv_heads + head) * p->head_size * PAGE;
 }
 
-INLINE vf load_cache(const program *p, int64_t at)
+/* A page in fp32: where it lies, or widened into `space`. */
+static const float *page_values(const program *p, int64_t at, float *space)
 {
-    return p->cache_is_half ? load_half((const half_t *)p->cache + at) : load((const float *)p->cache + at);
-}
-
-/* LANES values of a token, or the `left` ones that are left of a head. */
-INLINE vf load_values(const program *p, int64_t at, int left)
-{
-    if (left >= LANES) return load_cache(p, at);
-    half_t halves[LANES] = { 0 };
-    vf out = splat(0);
-    for (int i = 0; i < left; i++) {
-        if (p->cache_is_half) halves[i] = ((const half_t *)p->cache)[at + i];
-        else out[i] = ((const float *)p->cache)[at + i];
-    }
-    return p->cache_is_half ? load_half(halves) : out;
+    if (!p->cache_is_half) return (const float *)p->cache + at;
+    const half_t *from = (const half_t *)p->cache + at;
+    int count = p->head_size * PAGE;
+    for (int i = 0; i < count; i += LANES) store(space + i, load_half(from + i));
+    return space;
 }
 
 static void rotate(const program *p, const operation *op, int row, float *x)
@@ -74,39 +67,77 @@ void store_row(const program *p, const operation *op, const batch *in, int row)
     for (int head = 0; head < p->num_kv_heads; head++) store_head(p, op, in, row, head);
 }
 
-/* Scores of N queries of one row over the positions from `first` (a multiple of PAGE) to `position`. */
-INLINE void scores_of(const int N, const program *p, const operation *op, const batch *in, int row, int head, int first,
-                      const float *q, float *scores)
+/* Scores of N queries and one page. */
+INLINE void page_scores(const int N, const float *keys, int size, const float *const *q, float scale, float *const *out)
 {
-    int position = in->positions[row], size = p->head_size;
-    for (int start = first; start <= position; start += PAGE) {
-        int64_t keys = page_index(p, in, op->layer, 0, in->sequences[row], start / PAGE, head);
-        vf sum[MOST_QUERIES][VECTORS];
+    vf sum[QUERIES][VECTORS];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; n++)
+    for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sum[n][v] = splat(0);
-        for (int i = 0; i < size; i++) {
-            vf k[VECTORS];
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) k[v] = load_cache(p, keys + i * PAGE + v * LANES);
-#pragma GCC unroll 4
-            for (int n = 0; n < N; n++)
-#pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; v++) sum[n][v] = FMA(splat(q[n * size + i]), k[v], sum[n][v]);
-        }
+        for (int v = 0; v < VECTORS; v++) sum[n][v] = splat(0);
+    for (int i = 0; i < size; i++) {
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++)
-                store(scores + n * p->scores_stride / MOST_QUERIES + start - first + v * LANES, sum[n][v] * splat(op->scale));
+                sum[n][v] = FMA(splat(q[n][i]), load(keys + i * PAGE + v * LANES), sum[n][v]);
     }
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) store(out[n] + v * LANES, sum[n][v] * splat(scale));
 }
 
-/* exp(score - largest) in place; gives the sum. What lies outside the window or after the row becomes 0. */
-static float softmax_of(float *scores, int first, int visible, int position)
+/* out += the first `count` values of a page, weighted, of N queries and WIDTH columns. */
+INLINE void page_sums(const int N, const int WIDTH, const float *values, int size, int count,
+                      const float *const *weights, float *const *out)
 {
-    int padded = (position - first + PAGE) / PAGE * PAGE;
+    vf sum[QUERIES][WIDTH];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDTH; v++) sum[n][v] = load(out[n] + v * LANES);
+    for (int t = 0; t < count; t++) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+            for (int v = 0; v < WIDTH; v++)
+                sum[n][v] = FMA(splat(weights[n][t]), load(values + t * size + v * LANES), sum[n][v]);
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDTH; v++) store(out[n] + v * LANES, sum[n][v]);
+}
+
+static void sums_of(const int N, const float *values, int size, int count, const float *const *weights, float *const *out)
+{
+    int d = 0;
+    float *at[QUERIES];
+    for (; d + GROUP <= size; d += GROUP) {
+        for (int n = 0; n < N; n++) at[n] = out[n] + d;
+        if (N == 4) page_sums(4, VECTORS, values + d, size, count, weights, at);
+        else if (N == 3) page_sums(3, VECTORS, values + d, size, count, weights, at);
+        else if (N == 2) page_sums(2, VECTORS, values + d, size, count, weights, at);
+        else page_sums(1, VECTORS, values + d, size, count, weights, at);
+    }
+    for (; d < size; d++) /* heads that do not fill a group */
+        for (int n = 0; n < N; n++)
+            for (int t = 0; t < count; t++)
+                out[n][d] = FMA(splat(weights[n][t]), splat(values[t * size + d]), splat(out[n][d]))[0];
+}
+
+static void scores_of(const int N, const float *keys, int size, const float *const *q, float scale, float *const *out)
+{
+    if (N == 4) page_scores(4, keys, size, q, scale, out);
+    else if (N == 3) page_scores(3, keys, size, q, scale, out);
+    else if (N == 2) page_scores(2, keys, size, q, scale, out);
+    else page_scores(1, keys, size, q, scale, out);
+}
+
+/* exp(score - largest) in place; gives the sum. `visible` to `position` are seen, the rest of the pages becomes 0. */
+static float softmax_of(float *scores, int first, int visible, int position, int padded)
+{
     for (int i = 0; i < visible - first; i++) scores[i] = -INFINITY;
     for (int i = position - first + 1; i < padded; i++) scores[i] = -INFINITY;
     float largest = -INFINITY;
@@ -121,67 +152,72 @@ static float softmax_of(float *scores, int first, int visible, int position)
     return sum_lanes(sum, VECTORS);
 }
 
-/* Sums of the values of N queries. */
-INLINE void values_of(const int N, const program *p, const operation *op, const batch *in, int row, int head, int first,
-                      const float *scores, const float *sums, float *out)
+/* Rows `row` to `row + count` of one sequence. `space` is one thread's: a page, then a row of scores per query. */
+static void attend_rows(const program *p, const operation *op, const batch *in, int row, int count, int head, float *space)
 {
-    int position = in->positions[row], size = p->head_size;
-    for (int d = 0; d < size; d += LANES) {
-        vf sum[MOST_QUERIES];
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) sum[n] = splat(0);
-        for (int start = first; start <= position; start += PAGE) {
-            int64_t values = page_index(p, in, op->layer, 1, in->sequences[row], start / PAGE, head) + d;
-            int last = position - start < PAGE - 1 ? position - start : PAGE - 1;
-            for (int t = 0; t <= last; t++) {
-                vf value = load_values(p, values + t * size, size - d);
-#pragma GCC unroll 4
-                for (int n = 0; n < N; n++) {
-                    float weight = scores[n * p->scores_stride / MOST_QUERIES + start - first + t];
-                    sum[n] = FMA(splat(weight), value, sum[n]);
-                }
-            }
-        }
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) {
-            vf result = sum[n] / splat(sums[n]);
-            if (d + LANES <= size) store(out + n * size + d, result);
-            else for (int i = 0; d + i < size; i++) out[n * size + d + i] = result[i];
+    const int size = p->head_size, per_head = p->num_heads / p->num_kv_heads, num_queries = count * per_head;
+    const int sequence = in->sequences[row], last = in->positions[row + count - 1];
+    int visible = op->window && in->positions[row] >= op->window ? in->positions[row] - op->window + 1 : 0;
+    const int first = visible / PAGE * PAGE, padded = (last - first + PAGE) / PAGE * PAGE;
+    /* Close together, for the sake of the address caches; not a power of two, for the sake of the others. */
+    float *page = space, *scores = space + size * PAGE;
+    const float *q[ATTEND_ROWS * 64];
+    float *out[ATTEND_ROWS * 64], *weights[ATTEND_ROWS * 64];
+    for (int k = 0; k < num_queries; k++) {
+        int64_t r = row + k / per_head, column = (head * per_head + k % per_head) * size;
+        q[k] = op->src.base + r * op->src.stride + column;
+        out[k] = op->dst.base + r * op->dst.stride + column;
+        weights[k] = scores + (int64_t)k * (padded + PAGE);
+    }
+    for (int start = first; start <= last; start += PAGE) {
+        const float *keys = page_values(p, page_index(p, in, op->layer, 0, sequence, start / PAGE, head), page);
+        for (int k = 0; k < num_queries; k += QUERIES) {
+            float *at[QUERIES];
+            int n = num_queries - k < QUERIES ? num_queries - k : QUERIES;
+            for (int i = 0; i < n; i++) at[i] = weights[k + i] + start - first;
+            scores_of(n, keys, size, q + k, op->scale, at);
         }
     }
+    float sums[ATTEND_ROWS * 64];
+    for (int k = 0; k < num_queries; k++) {
+        int position = in->positions[row + k / per_head];
+        visible = op->window && position >= op->window ? position - op->window + 1 : 0;
+        sums[k] = softmax_of(weights[k], first, visible, position, padded);
+        memset(out[k], 0, (size_t)size * 4);
+    }
+    for (int start = first; start <= last; start += PAGE) {
+        const float *values = page_values(p, page_index(p, in, op->layer, 1, sequence, start / PAGE, head), page);
+        /* What lies after the last row was never written. */
+        int tokens = last - start < PAGE - 1 ? last - start + 1 : PAGE;
+        for (int k = 0; k < num_queries; k += QUERIES) {
+            const float *at[QUERIES];
+            int n = num_queries - k < QUERIES ? num_queries - k : QUERIES;
+            for (int i = 0; i < n; i++) at[i] = weights[k + i] + start - first;
+            sums_of(n, values, size, tokens, at, out + k);
+        }
+    }
+    for (int k = 0; k < num_queries; k++)
+        for (int d = 0; d < size; d++) out[k][d] /= sums[k];
 }
 
-#define QUERIES(N)                                                                                     \
-    static __attribute__((noinline)) void queries_##N(const program *p, const operation *op, const batch *in, int row, \
-                                                      int head, const float *q, float *out, float *scores) \
-    {                                                                                                  \
-        int position = in->positions[row];                                                             \
-        int visible = op->window && position >= op->window ? position - op->window + 1 : 0;            \
-        int first = visible / PAGE * PAGE;                                                             \
-        float sums[N];                                                                                 \
-        scores_of(N, p, op, in, row, head, first, q, scores);                                          \
-        for (int n = 0; n < (N); n++)                                                                  \
-            sums[n] = softmax_of(scores + n * p->scores_stride / MOST_QUERIES, first, visible, position); \
-        values_of(N, p, op, in, row, head, first, scores, sums, out);                                  \
-    }
-
-QUERIES(1)
-QUERIES(2)
-QUERIES(3)
-QUERIES(4)
-
-void attend_task(const program *p, const operation *op, const batch *in, int task, float *scores)
+void attend_task(const program *p, const operation *op, const batch *in, int task, float *space)
 {
-    int row = task / p->num_kv_heads, head = task % p->num_kv_heads;
-    int size = p->head_size, per_head = p->num_heads / p->num_kv_heads;
+    int head = task % p->num_kv_heads, run = task / p->num_kv_heads;
+    int row = p->runs[run], count = p->runs[run + 1] - row;
+    int width = p->num_heads / p->num_kv_heads * p->head_size;
     if (!in->has_runs) store_head(p, op, in, row, head);
-    const float *q = op->src.base + row * op->src.stride + head * per_head * size;
-    float *out = op->dst.base + row * op->dst.stride + head * per_head * size;
-    int n = 0;
-    for (; n + 4 <= per_head; n += 4) queries_4(p, op, in, row, head, q + n * size, out + n * size, scores);
-    if (per_head - n == 3) queries_3(p, op, in, row, head, q + n * size, out + n * size, scores);
-    if (per_head - n == 2) queries_2(p, op, in, row, head, q + n * size, out + n * size, scores);
-    if (per_head - n == 1) queries_1(p, op, in, row, head, q + n * size, out + n * size, scores);
-    if (op->quantizes)
-        quantize(&p->quantized, row, op->dst.base + row * op->dst.stride, head * per_head * size, per_head * size);
+    attend_rows(p, op, in, row, count, head, space);
+    for (int r = row; op->quantizes && r < row + count; r++)
+        quantize(&p->quantized, r, op->dst.base + r * op->dst.stride, head * width, width);
+}
+
+/* Cut the rows into runs of one sequence. */
+int find_runs(const batch *in, int32_t *runs)
+{
+    int num_runs = 0;
+    for (int row = 0; row < in->num_rows; row++)
+        if (row == 0 || in->sequences[row] != in->sequences[row - 1] || row - runs[num_runs - 1] == ATTEND_ROWS)
+            runs[num_runs++] = row;
+    runs[num_runs] = in->num_rows;
+    return num_runs;
 }

@@ -17,6 +17,8 @@
 
 #define GROUP 16        /* outputs side by side in a packed matrix */
 #define BLOCK 32        /* inputs that share a scale */
+#define TILE_ROWS 8     /* rows that a kernel takes at once at most */
+#define ATTEND_ROWS 8   /* rows of a sequence that attention takes together at most */
 #define PAGE 16         /* tokens in a block of the key/value cache */
 #define SUM_LENGTH 256  /* fp32 products that are added before they join the total: shorter chains round less */
 
@@ -171,14 +173,19 @@ typedef struct {
     float *logits;
 } batch;
 
-/* Activations in 8 bits: [row][columns], and per block the scale, the total of the values, and scale * total. */
+/* Activations in 8 bits, in tiles of TILE_ROWS rows, [tile][block][row][32]; per block and row the scale, the total of
+ * the values, and scale * total, [tile][block][row]. A kernel then reads what it needs from one place. */
 typedef struct {
     int8_t *values;
     float *scales, *sums;
     int32_t *totals;
-    int64_t stride;       /* bytes from row to row */
-    int64_t block_stride; /* floats from row to row */
+    int64_t num_blocks; /* of a row */
 } rounded;
+
+INLINE int64_t rounded_at(const rounded *to, int64_t row, int64_t block)
+{
+    return (row / TILE_ROWS * to->num_blocks + block) * TILE_ROWS + row % TILE_ROWS;
+}
 
 typedef struct {
     const operation *operations;
@@ -188,8 +195,9 @@ typedef struct {
     void *cache;              /* [layer][k, v][block][kv head], keys as [head_size][PAGE], values as [PAGE][head_size] */
     float *cosines;           /* [rotary table][row][head_size / 2], then the sines */
     int64_t rotary_stride;    /* floats from table to table */
-    float *scores;            /* one run of `scores_stride` floats per thread */
-    int64_t scores_stride;
+    float *scores;            /* `thread_stride` floats per thread: a page, then the scores of each query of a run */
+    int64_t thread_stride;
+    int32_t *runs;            /* first rows of the runs that attention takes together, and the end; filled per batch */
     rounded quantized;
 } program;
 
@@ -203,8 +211,9 @@ void rotary_row(const program *p, const operation *op, int position, int row);
 /* linear.c: outputs of groups `first` to `last` for all rows */
 void linear_groups(const program *p, const operation *op, int num_rows, int first, int last);
 
-/* attention.c: a task is a key/value head of a row */
+/* attention.c: a task is a key/value head of a run of rows */
+int find_runs(const batch *in, int32_t *runs);
 void store_row(const program *p, const operation *op, const batch *in, int row);
-void attend_task(const program *p, const operation *op, const batch *in, int task, float *scores);
+void attend_task(const program *p, const operation *op, const batch *in, int task, float *space);
 
 #endif

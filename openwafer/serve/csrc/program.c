@@ -23,7 +23,7 @@ typedef struct {
 typedef struct {
     program what;
     batch in;
-    int num_threads, num_workers, num_phases, is_closing;
+    int num_threads, num_workers, num_phases, is_closing, num_runs;
     phase_state *phases;
     pthread_mutex_t lock;
     pthread_cond_t wake;
@@ -121,7 +121,7 @@ static int do_attend(const pass *t, const operation *op, int phase)
 {
     const program *p = &t->r->what;
     const batch *in = &t->r->in;
-    int task, num_rows = in->num_rows, tasks = num_rows * p->num_kv_heads;
+    int task, num_rows = in->num_rows, tasks = t->r->num_runs * p->num_kv_heads;
     if (in->has_runs) {
         while ((task = take(t, phase + 1, 1, num_rows)) != INT_MAX) {
             store_row(p, op, in, task);
@@ -130,7 +130,7 @@ static int do_attend(const pass *t, const operation *op, int phase)
         if (!meet(t, phase + 1, num_rows)) return 0;
     }
     while ((task = take(t, phase, 1, tasks)) != INT_MAX) {
-        attend_task(p, op, in, task, p->scores + t->thread * p->scores_stride);
+        attend_task(p, op, in, task, p->scores + t->thread * p->thread_stride);
         finish(t, phase, 1);
     }
     return meet(t, phase, tasks);
@@ -219,6 +219,7 @@ void decoder_run(runner *r, const batch *in)
         atomic_store_explicit(&r->phases[k].done, (uint64_t)round << 32, memory_order_relaxed);
     }
     r->in = *in;
+    r->num_runs = find_runs(in, r->what.runs);
     int tables = 0;
     for (int k = 0; k < r->what.num_body && tables < r->what.num_rotary_tables; k++) {
         const operation *op = &r->what.operations[k];

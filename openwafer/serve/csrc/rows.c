@@ -123,7 +123,8 @@ void quantize(const rounded *out, int row, const float *x, int first, int count)
             largest = size > largest ? size : largest;
         }
         float scale = largest / 127.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
-        int8_t *q = out->values + row * out->stride + first + k;
+        int64_t at = rounded_at(out, row, (first + k) / BLOCK);
+        int8_t *q = out->values + at * BLOCK;
         int total = 0;
         for (int i = 0; i < BLOCK; i++) {
             /* adding 1.5 * 2**23 rounds to the nearest whole number, which is then in the low bits */
@@ -131,7 +132,6 @@ void quantize(const rounded *out, int row, const float *x, int first, int count)
             q[i] = (int8_t)(w.bits - 0x4b400000);
             total += w.bits - 0x4b400000;
         }
-        int64_t at = row * out->block_stride + (first + k) / BLOCK;
         out->scales[at] = scale;
         out->totals[at] = total;
         out->sums[at] = scale * (float)total;
