@@ -33,3 +33,22 @@ def test_soak(tmp_path: Path):
     assert result["unexpected"] == 0, done.stdout
     assert sum(result["requests"].values()) > 6
     assert not any(result["left_over"].values())
+
+
+def test_the_page_says_what_was_measured():
+    docs = BENCH.parent / "docs"
+    page = " ".join((docs / "serving.md").read_text(encoding="utf-8").split())
+    overhead = json.loads((docs / "results" / "http_overhead.json").read_text())
+    for name in ("tokens_per_s", "tokens_per_s_per_core"):
+        cells = " | ".join(f"{row[name]:,}" for row in overhead["many_streams"])
+        assert f"| {cells} |" in page
+    user = overhead["one_user"]
+    assert (
+        f"gets {user['served_tokens_per_s']} tokens/s where the engine alone makes {user['engine_tokens_per_s']}"
+        in page
+    )
+    assert f"from {user['engine_cpu_us_per_token']:,} to {user['served_cpu_us_per_token']:,} µs" in page
+    soak = json.loads((docs / "results" / "soak.json").read_text())
+    assert f"{sum(soak['requests'].values()):,} requests" in page
+    memory = soak["memory_mib"]
+    assert f"{memory['second_tenth']:.0f} MiB of memory at the beginning and {memory['last_tenth']:.0f} MiB" in page
