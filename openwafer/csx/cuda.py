@@ -16,6 +16,7 @@ from torch import Tensor
 
 from openwafer import timeline
 from openwafer.csx.gpu_clock import GpuClock
+from openwafer.direct_io import rounded_up
 from openwafer.graph import Unit
 from openwafer.memoryx.pinned import pinned
 from openwafer.memoryx.speculation import Speculation, can_speculate
@@ -147,13 +148,15 @@ class Outbox:
         self.device = device
         self.clock = clock
         self._copies = torch.cuda.Stream(device)
-        self._largest = _largest(store)
+        itemsize = 2 if store.wire == "bf16" else 4
+        self._least_bytes = rounded_up(_largest(store) * itemsize)  # so that any buffer serves most Units
         self._free: queue.Queue[Tensor] = queue.Queue()
         self._unmade = num_buffers
 
     def send(self, unit: Unit, gradients: Mapping[str, Tensor]) -> Arrival:
-        dtype = next((g.dtype for g in gradients.values()), torch.float32)
-        buffer = self._buffer(dtype)
+        # All in one type: a weight with several uses has an fp32 sum although others are bf16.
+        dtype = max((g.dtype for g in gradients.values()), key=lambda dtype: dtype.itemsize)
+        buffer = self._buffer(self.store.graph.flat_elements(unit), dtype)
         arrived = torch.cuda.Event()
         host: dict[str, Tensor] = {}
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
@@ -168,11 +171,17 @@ class Outbox:
         raw = buffer.view(torch.uint8)
         return Arrival(unit, host, arrived.query, arrived.synchronize, lambda: self._free.put(raw))
 
-    def _buffer(self, dtype: torch.dtype) -> Tensor:
+    def _buffer(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """A buffer that nobody uses; waits for one when there are enough."""
+        needed = num_elements * dtype.itemsize
         if self._unmade and self._free.empty():
             self._unmade -= 1
-            return pinned(self._largest * dtype.itemsize, torch.uint8).view(dtype)
-        return self._free.get().view(dtype)
+        else:
+            raw = self._free.get()
+            if raw.numel() >= needed:
+                return raw.view(dtype)
+            del raw  # too small: another takes its place
+        return pinned(max(needed, self._least_bytes), torch.uint8).view(dtype)
 
 
 class CudaLink:

@@ -14,7 +14,7 @@ from openwafer.graph import Graph
 from openwafer.graph.deferred import initialise
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.optimizer import make_optimizer
-from openwafer.memoryx.placement import Placement, close_tiers, open_tiers, place
+from openwafer.memoryx.placement import Placement, check_space_to_save, close_tiers, open_tiers, place
 from openwafer.memoryx.store import Store, Wire
 from openwafer.memoryx.tier import Key, Tier
 from openwafer.train import guard
@@ -51,6 +51,7 @@ class Plan:
     precision: Precision = "fp32"
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)  # of the worker: recompute and the like
+    saves_while_training: bool = False  # then a flash folder needs room for what changes meanwhile
 
 
 class Assembly:
@@ -64,6 +65,8 @@ class Assembly:
         self.placement = place(plan.graph, optimizer, plan.memory, wire)
         self.tiers = (workers.open_tiers if workers else open_tiers)(self.placement, plan.memory)
         try:
+            if plan.saves_while_training:
+                check_space_to_save(self.placement, plan.memory)
             store = Store(plan.graph, optimizer, self.tiers, wire)
             options = dict(plan.options)
             if workers is not None:

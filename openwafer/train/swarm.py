@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from openwafer import timeline
 from openwafer.csx.worker import MicroBatch, Pass, Stream, global_count
 from openwafer.errors import UserError
 from openwafer.graph import Graph, Unit
@@ -83,8 +84,9 @@ class Swarm:
             hub.tell(csx, Message("command", fields, packed([values[index] for index in share], buffers)))
         hub.cast(self.graph.units)
         done = Pass(step=step, total=total, share=range(0), values=[], buffers=[])
-        self._relay(done, buffers)
-        reports = [hub.hear(csx, "loss").fields for csx in range(hub.num_csx)]
+        with timeline.span(timeline.WORKERS, "forward"):
+            self._relay(done, buffers)
+            reports = [hub.hear(csx, "loss").fields for csx in range(hub.num_csx)]
         losses = [loss for report in reports for loss in report["losses"]]
         done.divisor = global_count([count for report in reports for count in report["counts"]], step)
         done.loss = math.fsum(losses) / done.divisor
@@ -115,7 +117,7 @@ class Swarm:
         self.hub.cast(self.graph.units[::-1])
         uses = Uses(self.hub.store.graph)
         for unit in reversed(self.hub.store.graph.units):
-            with self.hub.collect(unit) as shares:
+            with timeline.span(timeline.WORKERS, f"backward {unit.name}"), self.hub.collect(unit) as shares:
                 sums = reduce(done.total, shares)
             yield unit, uses.add(unit, sums)
         self._report(done)
