@@ -62,11 +62,12 @@ typedef struct { int8x16_t v[8]; } weights;
 INLINE weights load_weights(const int is_q4, const uint8_t *data, int lane)
 {
     weights w;
-#pragma GCC unroll 8
-    for (int j = 0; j < (is_q4 ? 4 : 8); j++) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
         uint8x16_t bytes = vld1q_u8(data + j * 64 + lane * 4);
+        uint8x16_t more = is_q4 ? vshrq_n_u8(bytes, 4) : vld1q_u8(data + (j + 4) * 64 + lane * 4);
         w.v[j] = vreinterpretq_s8_u8(is_q4 ? vandq_u8(bytes, vdupq_n_u8(15)) : bytes);
-        if (is_q4) w.v[j + 4] = vreinterpretq_s8_u8(vshrq_n_u8(bytes, 4));
+        w.v[j + 4] = vreinterpretq_s8_u8(more);
     }
     return w;
 }
@@ -106,14 +107,16 @@ INLINE weights load_weights(const int is_q4, const uint8_t *data, int lane)
 {
     (void)lane;
     weights w;
-#pragma GCC unroll 8
-    for (int j = 0; j < (is_q4 ? 4 : 8); j++) {
+    const __m512i low = _mm512_set1_epi8(15), top = _mm512_set1_epi8((char)0x80);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
         __m512i bytes = _mm512_loadu_si512((const void *)(data + j * 64));
         if (is_q4) {
-            w.v[j] = _mm512_and_si512(bytes, _mm512_set1_epi8(15));
-            w.v[j + 4] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), _mm512_set1_epi8(15));
+            w.v[j] = _mm512_and_si512(bytes, low);
+            w.v[j + 4] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low);
         } else {
-            w.v[j] = _mm512_xor_si512(bytes, _mm512_set1_epi8((char)0x80));
+            w.v[j] = _mm512_xor_si512(bytes, top);
+            w.v[j + 4] = _mm512_xor_si512(_mm512_loadu_si512((const void *)(data + (j + 4) * 64)), top);
         }
     }
     return w;
