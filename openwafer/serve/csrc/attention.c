@@ -140,8 +140,14 @@ static float softmax_of(float *scores, int first, int visible, int position, int
 {
     for (int i = 0; i < visible - first; i++) scores[i] = -INFINITY;
     for (int i = position - first + 1; i < padded; i++) scores[i] = -INFINITY;
+    vf most = splat(-INFINITY);
+    for (int i = 0; i < padded; i += LANES) {
+        vf x = load(scores + i);
+        vi more = x > most;
+        most = (vf)(((vi)x & more) | ((vi)most & ~more));
+    }
     float largest = -INFINITY;
-    for (int i = 0; i < padded; i++) largest = scores[i] > largest ? scores[i] : largest;
+    for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
     vf sum[VECTORS] = { 0 };
     for (int i = 0; i < padded; i += PAGE)
         for (int v = 0; v < VECTORS; v++) {
