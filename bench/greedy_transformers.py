@@ -96,7 +96,7 @@ def transformers_answers(stored: StoredModel, prompts: list[list[int]], num_toke
     for prompt in prompts:
         # Plain greedy search, nothing that the file's own settings might add.
         ids = torch.tensor([prompt])
-        out = model.generate(
+        out = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=num_tokens,
