@@ -1,10 +1,12 @@
 """A 13B model on one GPU with 20 GB of its memory, DRAM and flash: `python bench/train_13b.py --flash DIR`.
 
 Prints the step beside its floor: the larger of the bytes that go to and from flash at the disk's own rate, and the
-time the GPU computes. The disk's rates are measured in the same run.
+time the GPU computes. The disk's rates are measured in the same run. The first step is none to judge by: it reads
+files that are still holes, and touches the optimizer state in DRAM for the first time.
 """
 
 import argparse
+import resource
 import time
 from pathlib import Path
 
@@ -65,7 +67,10 @@ def main() -> None:
     graph, optimizer = make_graph(size), make_optimizer(config)
     memory = MemoryConfig(dram=parse_size(args.dram), flash=args.flash)
     placement = place(graph, optimizer, memory, "bf16")
-    print(f"{graph.num_parameters / 1e9:.2f}B parameters; {placement}; micro-batches of {size}; {worker.footprint}")
+    print(
+        f"{graph.num_parameters / 1e9:.2f}B parameters; {placement}; micro-batches of {size}; {worker.footprint}",
+        flush=True,
+    )
     tiers = worker.open_tiers(placement, memory)
     try:
         store = Store(graph, optimizer, tiers, "bf16")
@@ -73,6 +78,7 @@ def main() -> None:
         fill(store, fast_values(graph))
         print(f"weights filled in {time.perf_counter() - began:.0f} s", flush=True)
         link, _ = worker.attach(graph, store, 0, {})
+        torch.cuda.reset_peak_memory_stats()  # filling and fitting are not part of a step
         engine = Streamed(graph, store, {}, config, lambda step: 1.0, link=link)
         # Optimizer state on flash is read and written once per step.
         flash_s = placement.flash_bytes / rates["read"] + placement.flash_bytes / rates["write"]
@@ -95,10 +101,11 @@ def run(engine: Streamed, link: CudaLink, args: argparse.Namespace, size: int, f
             assert times.last is not None
             compute_s = times.last.by_lane.get(timeline.COMPUTE, 0.0)
             floor_s = max(flash_s, compute_s)
+            host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
             print(
                 f"step {index + 1}: {step_s:.1f} s, floor {floor_s:.1f} s (flash {flash_s:.1f} s, compute "
                 f"{compute_s:.1f} s): {step_s / floor_s:.2f} x; loss {loss:.3f}; device peak "
-                f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB; {times.last.shares()}",
+                f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB; host peak {host:.1f} GB; {times.last.shares()}",
                 flush=True,
             )
 

@@ -197,7 +197,7 @@ class CudaLink:
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(0.0005)
         speculates = can_veto and speculates and can_speculate(store)
-        self.updater = Updater(store.update, Speculation(store) if speculates else None)
+        self.updater = Updater(store.update, Speculation(store) if speculates else None, store.updates_in_dram)
         clock = GpuClock(device)
         self.inbox = Inbox(store, self.updater, device, NUM_SLOTS, clock)
         num_units = len(store.graph.units)

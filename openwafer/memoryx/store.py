@@ -152,6 +152,10 @@ class Store:
         for key in self._keys([weight.name for weight in self.graph.owned(unit)]):
             self._tiers[key].prefetch(key)
 
+    def updates_in_dram(self, unit: Unit) -> bool:
+        """Whether all that `update(unit)` changes stays in DRAM."""
+        return all(self.stays(key) for key in self._keys([weight.name for weight in self.graph.owned(unit)]))
+
     @contextlib.contextmanager
     def _open(self, unit: Unit, names: Iterable[str]) -> Iterator[dict[str, dict[str, Tensor]]]:
         """All fields of some weights of a Unit, to be changed in place."""

@@ -59,15 +59,19 @@ class _Job:
 
 class Updater:
     """Applies updates in a thread. Of the gradients that have arrived, those of the first Unit come first: they are
-    the newest of backward, and the next forward needs that Unit first."""
+    the newest of backward, and the next forward needs that Unit first. Units for which `stays` is False have state
+    on flash, which is read ahead in the order of backward: they come after the others, the last Unit first, or what
+    was read ahead would give way to another and be read again."""
 
     def __init__(
         self,
         apply: Callable[[Unit, Mapping[str, Tensor], UpdateNumbers], None],
         speculator: Speculator | None = None,
+        stays: Callable[[Unit], bool] = lambda unit: True,
     ) -> None:
         self._apply = apply
         self._speculator = speculator
+        self._stays = stays
         self._jobs: list[_Job] = []  # oldest first
         self._guesses: dict[Arrival, _Job] = {}  # not settled
         self._busy: set[int] = set()  # Units whose update is posted and not done
@@ -168,14 +172,15 @@ class Updater:
             self._apply(unit, gradients, numbers)
 
     def _next(self) -> _Job | None:
-        """The job of the first Unit among those that have arrived, else the oldest, which will arrive first."""
+        """The job of the first Unit among those that have arrived and stay in DRAM, else of the last Unit, which will
+        arrive first and was read ahead first."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or any(map(self._can_begin, self._jobs)))
             if self._is_closed:
                 return None
             ready = [job for job in self._jobs if self._can_begin(job)]
-            arrived = [job for job in ready if job.arrival.has_arrived()]
-            chosen = min(arrived, key=lambda job: job.arrival.unit.index, default=ready[0])
+            arrived = [job for job in ready if self._stays(job.arrival.unit) and job.arrival.has_arrived()]
+            chosen = min(arrived, key=_position, default=None) or max(ready, key=_position)
             self._jobs.remove(chosen)
             return chosen
 
@@ -184,3 +189,7 @@ class Updater:
             return True
         assert self._speculator is not None
         return self._speculator.has_room(job.arrival.unit)
+
+
+def _position(job: _Job) -> int:
+    return job.arrival.unit.index

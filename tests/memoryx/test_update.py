@@ -1,15 +1,28 @@
 """Updates run beside the worker: posting does not wait, waiting does, and what goes wrong is told."""
 
+import json
 import threading
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from openwafer.graph import Unit
+from openwafer.direct_io import rounded_up
+from openwafer.graph import Unit, capture
+from openwafer.memoryx.config import OptimizerConfig
+from openwafer.memoryx.flash import FlashTier
+from openwafer.memoryx.optimizer import make_optimizer
+from openwafer.memoryx.store import Store, fields
+from openwafer.memoryx.tier import DramTier
 from openwafer.memoryx.update import Arrival, UpdateNumbers, Updater
+from openwafer.models.build import build
+from openwafer.models.config import ModelConfig
+from openwafer.timeline import FLASH_READ, Timeline
 
 NUMBERS = UpdateNumbers(lr=0.1, step=1, divisor=1.0)
 
@@ -91,3 +104,49 @@ def test_an_error_reaches_whoever_waits_or_posts() -> None:
             attempt()
     assert recycled == [4]
     updater.close()
+
+
+def half_on_flash(folder: Path) -> tuple[Store, FlashTier]:
+    """A store of 10 Units; what the last 6 have besides their wires is on flash, with buffers for two of them."""
+    config = ModelConfig(hidden_size=32, num_hidden_layers=8, num_heads=2, vocab_size=50, max_position_embeddings=8)
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    graph = capture(build(config), (), {"input_ids": ids, "labels": ids.clone()}, dtype=torch.bfloat16)
+    optimizer = make_optimizer(OptimizerConfig())
+    specs = fields(graph, optimizer, "bf16")
+    on_flash = [spec for spec in specs if spec.key[0] >= 4 and spec.key[1] != "wire"]
+    sizes: Counter[int] = Counter()
+    for spec in on_flash:
+        sizes[spec.key[0]] += rounded_up(spec.num_bytes)
+    flash, dram = FlashTier(folder, 2 * max(sizes.values())), DramTier()
+    keys = {spec.key for spec in on_flash}
+    return Store(graph, optimizer, {s.key: flash if s.key in keys else dram for s in specs}, "bf16"), flash
+
+
+@pytest.mark.parametrize("is_deferred", [False, True], ids=["during backward", "after clipping"])
+def test_what_is_on_flash_is_read_once_when_updates_fall_behind(tmp_path: Path, *, is_deferred: bool) -> None:
+    store, flash = half_on_flash(tmp_path / "flash")
+    updater = Updater(store.update, stays=store.updates_in_dram)
+    all_posted = threading.Event()
+
+    def wait() -> None:
+        assert all_posted.wait(30)
+
+    with Timeline(tmp_path / "trace.json") as times, times.step(1):
+        arrivals = []
+        for unit in reversed(store.graph.units):
+            store.prefetch_update(unit)
+            gradients = {w.name: torch.ones(w.spec.shape, dtype=torch.bfloat16) for w in store.graph.owned(unit)}
+            arrivals.append(Arrival(unit, gradients, lambda: True, wait, lambda: None))
+        for each in reversed(arrivals) if is_deferred else arrivals:
+            updater.post(each, NUMBERS)
+        all_posted.set()
+        updater.drain()
+        flash.flush()
+    updater.close()
+    flash.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    tracks = {e["tid"] for e in events if e["name"] == "thread_name" and e["args"]["name"] == FLASH_READ}
+    reads = Counter(e["name"] for e in events if e["ph"] == "X" and e["tid"] in tracks)
+    owners = [unit for unit in store.graph.units if unit.index >= 4 and store.graph.owned(unit)]
+    assert len(reads) == 3 * len(owners)  # remainder and two moments of each
+    assert set(reads.values()) == {1}
