@@ -56,6 +56,7 @@ class Inbox:
         self._slots = [Slot(torch.empty(_largest(store), dtype=dtype, device=device)) for _ in range(count)]
         self._copies = torch.cuda.Stream(device)
         self._changed = threading.Condition()
+        self._computing: tuple[str, torch.cuda.Event | None] | None = None  # the Unit under way, and its start
 
     @property
     def num_bytes(self) -> int:
@@ -76,11 +77,12 @@ class Inbox:
                 for slot in slots.values():
                     compute.wait_event(slot.is_ready)
                 segments = {name: self.store.segments[name][WIRE] for name in unit.weights}
-                start = self.clock.start(compute)
+                self._computing = (unit.name, self.clock.start(compute))
                 yield unit, {name: segment.of(slots[segment.key].memory) for name, segment in segments.items()}
-                self.clock.stop(timeline.COMPUTE, unit.name, start, compute)
+                self.computed()
                 self._done(slots.values(), compute)
         finally:
+            self._computing = None
             stop.set()
             with self._changed:
                 self._changed.notify_all()
@@ -88,6 +90,13 @@ class Inbox:
             while not arrivals.empty():
                 if not isinstance(slots := arrivals.get(), BaseException):
                     self._done(slots.values(), compute)
+
+    def computed(self) -> None:
+        """The Unit under way has all its work: if the host waits from here on, that is no time of compute."""
+        if self._computing is not None:
+            name, start = self._computing
+            self._computing = None
+            self.clock.stop(timeline.COMPUTE, name, start, torch.cuda.current_stream(self.device))
 
     def _done(self, slots: Iterable[Slot], compute: torch.cuda.Stream) -> None:
         with self._changed:
@@ -207,6 +216,7 @@ class CudaLink:
         return self.inbox.stream(order)
 
     def send(self, unit: Unit, gradients: Mapping[str, Tensor]) -> Arrival:
+        self.inbox.computed()  # sending may wait for a buffer
         self.store.prefetch_update(unit)
         return self.outbox.send(unit, gradients)
 
