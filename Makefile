@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # Extra pytest arguments: make test ARGS="-k config"
 ARGS ?=
+# Processes that run tests side by side, with one thread each.
+WORKERS ?= 2
 
 BIN := .venv/bin
 # -qq keeps pip's errors and drops its warnings about mirrors that happen to be configured on a machine.
@@ -20,7 +22,7 @@ demo: .venv/installed-run
 	@$(BIN)/python tools/demo.py
 
 test: .venv/installed-dev
-	@$(BIN)/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/installed-dev
 	@$(BIN)/ruff check

@@ -90,9 +90,9 @@ def check(text: torch.Tensor, steps: int, max_norm: float | None) -> None:
         differences = [abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)]
         mean = abs(sum(ours[-20:]) / sum(theirs[-20:]) - 1)
         print(
-            f"ordinary PyTorch (autocast): loss {theirs[-1]:.4f} against {last:.4f}; mean of the last 20 losses differs "
-            f"by {mean:.2e}, single losses by {sorted(differences)[len(differences) // 2]:.2e} in the median and "
-            f"{max(differences):.2e} at most"
+            f"ordinary PyTorch (autocast): loss {theirs[-1]:.4f} against {last:.4f}; the mean of the last 20 losses "
+            f"differs by {mean:.2e}, single losses by {sorted(differences)[len(differences) // 2]:.2e} in the "
+            f"median and {max(differences):.2e} at most"
         )
         assert mean < 1e-2
     assert same

@@ -270,6 +270,7 @@ class Checkpoint:
             if name not in self._verified and not _matches(path, self._files[name]):
                 raise BrokenCheckpoint(f"{path} does not match its checksum: use another checkpoint")
             self._verified.add(name)
+            self._last = None  # the old mapping goes before the new one comes
             self._last = (name, safe_open(path, framework="pt"))
         return self._last[1]
 

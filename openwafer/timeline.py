@@ -28,6 +28,7 @@ from openwafer.chrome_trace import Event, TraceFile, process_event, slice_event,
 now = time.perf_counter
 
 COMPUTE = "compute"
+WORKERS = "workers"  # other processes compute
 COPY_IN = "copy in"  # weights to the device
 UPDATE = "update"
 FLASH_READ = "flash read"
@@ -39,7 +40,7 @@ FLASH_WRITE = "flash write"
 CHECKPOINT = "checkpoint"
 # The nearest cause of a wait first: compute waits for a copy, the copy for an update, the update for flash. Lanes that
 # are not named here come last.
-LANES = (COMPUTE, COPY_IN, UPDATE, FLASH_READ, NETWORK, COPY_OUT, DATA, LAUNCH, FLASH_WRITE, CHECKPOINT)
+LANES = (COMPUTE, WORKERS, COPY_IN, UPDATE, FLASH_READ, NETWORK, COPY_OUT, DATA, LAUNCH, FLASH_WRITE, CHECKPOINT)
 OTHER = "other"  # nothing was busy
 
 MAX_SPANS = 65536  # kept at a time; beyond, the oldest are forgotten

@@ -297,12 +297,14 @@ def stream(step):
         yield f"weights/{i}", torch.full((3000,), float(step))
 
 save(model_dir, 0, stream(0), {"step": 0}, keep=1)
-reached = num_kills = 0
+reached, num_kills, parent = 0, 0, os.getpid()
 while num_kills < 12 or reached < 3:
     num_kills += 1
     pid = os.fork()
     if pid == 0:
-        for i in range(10**9):
+        i = -1
+        while os.getppid() == parent:  # it must not outlive the test
+            i += 1
             # Each step twice: replacing is at risk as well. keep=1: there is nothing to fall back on.
             step = reached + i // 2
             save(model_dir, step, stream(step), {"step": step}, keep=1, shard_bytes=20000)

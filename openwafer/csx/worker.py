@@ -101,9 +101,9 @@ class Worker:
             if relay is not None:
                 state.update(relay.take(unit))
             with timeline.span(_lane(done), f"forward {unit.name}"):
-                for index, known in enumerate(done.values):
+                for index, kept_values in enumerate(done.values):
                     outputs, changed = self._forward_unit(unit, weights, state, done, index)
-                    known.update(zip(unit.outputs, outputs, strict=True))
+                    kept_values.update(zip(unit.outputs, outputs, strict=True))
                     done.updates.update(zip(unit.updated_buffers, changed, strict=True))
                     state.update(done.updates)
             if relay is not None:
@@ -124,12 +124,20 @@ class Worker:
         """One Unit on one micro-batch, remembering what backward needs. Returns (outputs, updated buffers)."""
         seen = {name: state[name] for name in unit.buffers}
         values, seeder = done.values[index], self._seeder(done.step, done.share[index])
-        if self.recompute:
+        if not self._keeps(unit, done):
             done.buffers[index][unit.index] = seen
             return forward_unit(unit, weights, seen, values, seeder)
         kept = KeptUnit(self.graph, unit, weights, seen, values, seeder)
         done.kept[index][unit.index] = kept
         return kept.outputs, kept.changed
+
+    def _keeps(self, unit: Unit, done: Pass) -> bool:
+        """Whether what is inside the Unit stays until backward.
+
+        That of the last Unit always does with one micro-batch: backward starts where forward ended, so computing it
+        again would take as much memory and the time of a head's forward besides.
+        """
+        return not self.recompute or (len(done.values) == 1 and unit.index == len(self.graph.units) - 1)
 
     def backward(self, stream: Stream, done: Pass, scale: float = 1.0) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
         """All Units in reverse: yields each with the finished sums of gradients of the weights it owns.
@@ -159,7 +167,7 @@ class Worker:
         """One Unit on this worker's micro-batches: the sums of the gradients of its uses of weights."""
         sums: dict[str, RangeSum] = {}
         for index, values in enumerate(done.values):
-            if self.recompute:
+            if not self._keeps(unit, done):
                 buffers, seeder = done.buffers[index].pop(unit.index), self._seeder(done.step, done.share[index])
                 of_weights, of_values = backward_unit(
                     self.graph, unit, weights, buffers, values, gradients[index], seeder

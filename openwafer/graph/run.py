@@ -124,8 +124,9 @@ def pull_back(
         [output for output, _ in heads], list(sources.values()), [g for _, g in heads], allow_unused=True
     )
     named = {name: g for name, g in zip(sources, found, strict=True) if g is not None}
+    # Laid out as the weights are: optimizer kernels go through both without looking at strides.
     return (
-        {name: g for name, g in named.items() if name in leaves},
+        {name: g.contiguous() for name, g in named.items() if name in leaves},
         {name: g for name, g in named.items() if name in inputs},
     )
 

@@ -6,7 +6,7 @@ some and defines others, and the executor drops a value after its last reader.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +88,7 @@ class UnitFunction:
         outputs = self._code_on(device)(*weights, *own, *inputs)
         return tuple(outputs), tuple(own[position] for position in self.updated_buffers)
 
-    def _code_on(self, device: torch.device) -> fx.GraphModule:
+    def _code_on(self, device: torch.device) -> Callable[..., Any]:
         return self.code if device.type == "cpu" else _moved(self.code, device)
 
 

@@ -10,8 +10,13 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <string.h>
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
 
 #define PIECE 65536
+#define BLOCK 1024 /* elements computed in the first cache before they are written elsewhere */
 #define MOST_THREADS 256
 
 typedef union { uint32_t bits; float value; } word;
@@ -59,14 +64,14 @@ static inline float from_bf16(uint16_t half) { word w = { (uint32_t)half << 16 }
         new_remainder[i] = (int16_t)(uint16_t)(w.bits - ((uint32_t)high << 16));         \
     }
 
-static int piece(const work *job, const weight *one, int64_t start, int64_t n)
+static int update(const work *job, const weight *one, int64_t start, int64_t n, state to)
 {
     const uint16_t *wire = one->from.wire + start;
     const int16_t *remainder = one->from.remainder + start;
     const float *m = one->from.m + start, *v = one->from.v + start;
-    uint16_t *new_wire = one->to.wire + start;
-    int16_t *new_remainder = one->to.remainder + start;
-    float *new_m = one->to.m + start, *new_v = one->to.v + start;
+    uint16_t *new_wire = to.wire;
+    int16_t *new_remainder = to.remainder;
+    float *new_m = to.m, *new_v = to.v;
     const float divisor = job->divisor, inverse = job->inverse, factor = job->factor, keep = one->keep;
     const float beta1 = job->beta1, beta2 = job->beta2, inverse_root = job->inverse_root, eps = job->eps;
     const float rate = job->rate;
@@ -81,6 +86,48 @@ static int piece(const work *job, const weight *one, int64_t start, int64_t n)
         else LOOP(gradient[i] / divisor)
     }
     return bad;
+}
+
+/* To memory that will not be read soon: a plain store would read it first. */
+static void stream(void *to, const void *from, int64_t num_bytes)
+{
+    int64_t done = 0;
+#ifdef __SSE2__
+    if ((uintptr_t)to % 16 == 0 && (uintptr_t)from % 16 == 0)
+        for (; done + 64 <= num_bytes; done += 64)
+            for (int64_t k = done; k < done + 64; k += 16)
+                _mm_stream_si128((__m128i *)((char *)to + k), _mm_load_si128((const __m128i *)((const char *)from + k)));
+#endif
+    memcpy((char *)to + done, (const char *)from + done, (size_t)(num_bytes - done));
+}
+
+/* Elsewhere: block by block through the first cache. In one go it takes 40 % longer than in place, so not at all. */
+static int update_elsewhere(const work *job, const weight *one, int64_t start, int64_t n)
+{
+    uint16_t wire[BLOCK] __attribute__((aligned(64)));
+    int16_t remainder[BLOCK] __attribute__((aligned(64)));
+    float m[BLOCK] __attribute__((aligned(64))), v[BLOCK] __attribute__((aligned(64)));
+    const state block = { wire, remainder, m, v };
+    int bad = 0;
+    for (int64_t at = start; at < start + n; at += BLOCK) {
+        int64_t count = start + n - at < BLOCK ? start + n - at : BLOCK;
+        bad |= update(job, one, at, count, block);
+        stream(one->to.wire + at, wire, 2 * count);
+        stream(one->to.remainder + at, remainder, 2 * count);
+        stream(one->to.m + at, m, 4 * count);
+        stream(one->to.v + at, v, 4 * count);
+    }
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+    return bad;
+}
+
+static int piece(const work *job, const weight *one, int64_t start, int64_t n)
+{
+    if (one->to.wire != one->from.wire) return update_elsewhere(job, one, start, n);
+    const state to = { one->to.wire + start, one->to.remainder + start, one->to.m + start, one->to.v + start };
+    return update(job, one, start, n, to);
 }
 
 /* 1 / divisor if multiplying by it is the same as dividing (a power of two), else 0. Division is the slowest

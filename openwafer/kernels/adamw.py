@@ -93,9 +93,9 @@ def adamw(
 
 
 def default_threads() -> int:
-    """All cores but two where there are many: whoever feeds a GPU meanwhile must not wait for a core."""
+    """All cores but one where there are many: whoever feeds a GPU meanwhile must not wait for a core."""
     threads = torch.get_num_threads()
-    return threads - 2 if threads > 4 else threads
+    return threads - 1 if threads > 4 else threads
 
 
 def _adamw_without_library(weights: Sequence[Halves], step: AdamWStep, to: Sequence[Halves] | None) -> bool:

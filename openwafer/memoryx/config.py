@@ -150,3 +150,8 @@ class MemoryConfig:
         help="DRAM for copies while a checkpoint is written (default: 10 % of dram; as needed if there is no dram)",
         size=True,
     )
+    clipping: Literal["auto", "speculative", "deferred"] = option(
+        "auto",
+        help="cuda, with a norm to clip to: update into spare memory before the norm is known, or wait for it "
+        "(default: speculative where no dram budget is given and the memory is there)",
+    )

@@ -24,13 +24,23 @@ class Item(NamedTuple):
     state: Mapping[str, Tensor]
 
 
-def update_halves(optimizer: Optimizer, items: Sequence[Item], numbers: UpdateNumbers) -> None:
-    """A Unit's weights in place. AdamW has a kernel of its own; any other works on the merged fp32 master."""
-    is_fp32 = optimizer.state_dtype == torch.float32
-    if isinstance(optimizer.rule, AdamW) and is_fp32 and numbers.max_value is None:
+def can_go_elsewhere(optimizer: Optimizer) -> bool:
+    """Whether `update_halves` can leave the old state as it is."""
+    return isinstance(optimizer.rule, AdamW) and optimizer.state_dtype == torch.float32
+
+
+def update_halves(
+    optimizer: Optimizer, items: Sequence[Item], numbers: UpdateNumbers, *, to: Sequence[Item] | None = None
+) -> None:
+    """A Unit's weights, in place or into those of `to`. AdamW has a kernel of its own; any other works in place on
+    the merged fp32 master."""
+    if can_go_elsewhere(optimizer) and numbers.max_value is None:
+        targets = items if to is None else to
         for lr_scale in sorted({optimizer.lr_scale(item.name) for item in items}):
-            _adamw(optimizer, [i for i in items if optimizer.lr_scale(i.name) == lr_scale], lr_scale, numbers)
+            pairs = [p for p in zip(items, targets, strict=True) if optimizer.lr_scale(p[0].name) == lr_scale]
+            _adamw(optimizer, pairs, lr_scale, numbers)
         return
+    assert to is None
     for item in items:
         master = merge(item.wire, item.remainder)
         mean = scaled(item.gradient, numbers)
@@ -40,7 +50,7 @@ def update_halves(optimizer: Optimizer, items: Sequence[Item], numbers: UpdateNu
         item.remainder.copy_(remainder)
 
 
-def _adamw(optimizer: Optimizer, items: Sequence[Item], lr_scale: float, numbers: UpdateNumbers) -> None:
+def _adamw(optimizer: Optimizer, pairs: Sequence[tuple[Item, Item]], lr_scale: float, numbers: UpdateNumbers) -> None:
     options = optimizer.config.options
     step = AdamWStep(
         lr=numbers.lr * lr_scale,
@@ -51,26 +61,27 @@ def _adamw(optimizer: Optimizer, items: Sequence[Item], lr_scale: float, numbers
         divisor=numbers.divisor,
         factor=1.0 if numbers.factor is None else numbers.factor,
     )
-    weights = [
-        Halves(
-            item.wire.view(-1),
-            item.remainder.view(-1),
-            item.state["m"].view(-1),
-            item.state["v"].view(-1),
-            item.gradient.view(-1),
-            optimizer.decay(item.name, item.wire),
-        )
-        for item in items
-    ]
-    if items[0].wire.is_cuda:  # there the definition runs: the same bits as the C pass on the host
+    weights, targets = ([_halves(optimizer, pair[place]) for pair in pairs] for place in (0, 1))
+    if pairs[0][0].wire.is_cuda:  # there the definition runs: the same bits as the C pass on the host
         is_finite = all([adamw_reference(weight, step) for weight in weights])
     else:
-        is_finite = adamw(weights, step)
+        is_finite = adamw(weights, step, to=targets)
     if not is_finite:
         raise UserError(
             f"step {numbers.step}: an update made a weight non-finite: this run cannot go on; the last "
             "checkpoint is intact, resume from it with a lower learning rate or with clipping"
         )
+
+
+def _halves(optimizer: Optimizer, item: Item) -> Halves:
+    return Halves(
+        item.wire.view(-1),
+        item.remainder.view(-1),
+        item.state["m"].view(-1),
+        item.state["v"].view(-1),
+        item.gradient.view(-1),
+        optimizer.decay(item.name, item.wire),
+    )
 
 
 def scaled(gradient: Tensor, numbers: UpdateNumbers) -> Tensor:

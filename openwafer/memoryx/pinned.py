@@ -38,3 +38,7 @@ class PinnedTier(DramTier):
             self._arrays[key] = pinned(num_elements, dtype)
         else:
             super().create(key, num_elements, dtype)
+
+    def like(self, key: Key) -> Tensor:
+        array = self._arrays[key]
+        return pinned(array.numel(), array.dtype) if key[1] == WIRE else super().like(key)

@@ -103,6 +103,21 @@ def open_tiers(
     return tiers
 
 
+def check_space_to_save(placement: Placement, config: MemoryConfig) -> None:
+    """For a run that trains while a checkpoint is written: what changes meanwhile is on flash twice. The tiers are
+    open and nothing is on flash yet."""
+    if not placement.flash:
+        return
+    assert config.flash is not None
+    free, needed = shutil.disk_usage(config.flash).free, 2 * placement.flash_bytes
+    if free < needed:
+        raise UserError(
+            f"flash folder {config.flash} has {shown(free)} free, {shown(needed)} are needed: training goes on while "
+            "a checkpoint is written, and what it changes is then there twice; free some space, choose another "
+            "folder, raise --dram, or leave out --checkpoint_every to save only at the end"
+        )
+
+
 def close_tiers(tiers: Mapping[Key, Tier]) -> None:
     for tier in dict.fromkeys(tiers.values()):
         tier.close()

@@ -104,6 +104,32 @@ class Store:
         """Whether the array stays where it is after `give_back`."""
         return isinstance(self._tiers[key], DramTier)
 
+    @property
+    def tiers(self) -> list[Tier]:
+        """The distinct tiers."""
+        return list(dict.fromkeys(self._tiers.values()))
+
+    # Arrays that stay in DRAM
+
+    def arrays(self, unit: Unit) -> dict[Key, Tensor]:
+        """All arrays of a Unit, which stay in DRAM."""
+        return {key: self._tiers[key].load(key) for key in self._keys([w.name for w in self.graph.owned(unit)])}
+
+    def like(self, unit: Unit) -> dict[Key, Tensor]:
+        """New arrays of the same kind."""
+        return {key: self._dram(key).like(key) for key in self.arrays(unit)}
+
+    def swap(self, arrays: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """Put other arrays in the place of those of a Unit; gives the old ones."""
+        for key in arrays:
+            self._tiers[key].preserve(key)
+        return {key: self._dram(key).swap(key, array) for key, array in arrays.items()}
+
+    def _dram(self, key: Key) -> DramTier:
+        tier = self._tiers[key]
+        assert isinstance(tier, DramTier)
+        return tier
+
     # Updating
 
     def update(self, unit: Unit, gradients: Mapping[str, Tensor], numbers: UpdateNumbers) -> None:

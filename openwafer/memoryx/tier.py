@@ -92,6 +92,17 @@ class DramTier:
     def create(self, key: Key, num_elements: int, dtype: torch.dtype) -> None:
         self._arrays[key] = zeros(num_elements, dtype)
 
+    def like(self, key: Key) -> Tensor:
+        """Memory of the same kind and length as an array."""
+        array = self._arrays[key]
+        return zeros(array.numel(), array.dtype)
+
+    def swap(self, key: Key, array: Tensor) -> Tensor:
+        """Another array in the place of this one, which is given out."""
+        with self._changed:
+            old, self._arrays[key] = self._arrays[key], array
+        return old
+
     def prefetch(self, key: Key) -> None:
         pass
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -31,24 +32,79 @@ class Arrival:
     recycle: Callable[[], None]  # gives the host buffer back
 
 
-class Updater:
-    """Applies updates in a thread. Of the gradients that have arrived, the newest first: the last Unit of
-    backward is the first that the next forward needs."""
+class Speculator(Protocol):
+    """Makes updates that may be dropped. Used by the updater's thread only."""
 
-    def __init__(self, apply: Callable[[Unit, Mapping[str, Tensor], UpdateNumbers], None]) -> None:
+    def has_room(self, unit: Unit) -> bool: ...
+
+    def update(self, unit: Unit, gradients: Mapping[str, Tensor], numbers: UpdateNumbers) -> Any:
+        """The new state, elsewhere."""
+        ...
+
+    def commit(self, guess: Any) -> bool:
+        """Take it over; False if it cannot be."""
+        ...
+
+    def drop(self, guess: Any) -> None: ...
+
+
+@dataclass(eq=False)
+class _Job:
+    arrival: Arrival
+    numbers: UpdateNumbers | None  # None: the gradients are not applied
+    is_guess: bool = False
+    guess: Any = None  # of a guess that was made
+    based_on: "_Job | None" = None  # the guess that this settles
+
+
+class Updater:
+    """Applies updates in a thread. Of the gradients that have arrived, those of the first Unit come first: they are
+    the newest of backward, and the next forward needs that Unit first."""
+
+    def __init__(
+        self,
+        apply: Callable[[Unit, Mapping[str, Tensor], UpdateNumbers], None],
+        speculator: Speculator | None = None,
+    ) -> None:
         self._apply = apply
-        self._jobs: list[tuple[Arrival, UpdateNumbers]] = []  # oldest first
+        self._speculator = speculator
+        self._jobs: list[_Job] = []  # oldest first
+        self._guesses: dict[Arrival, _Job] = {}  # not settled
         self._busy: set[int] = set()  # Units whose update is posted and not done
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._is_closed = False
+        self.num_guesses_taken = 0
+        self.num_guesses_dropped = 0
         self._thread = threading.Thread(target=self._run, name="openwafer-updater", daemon=True)
         self._thread.start()
 
-    def post(self, arrival: Arrival, numbers: UpdateNumbers) -> None:
+    def guess(self, arrival: Arrival, numbers: UpdateNumbers) -> None:
+        """`post` or `discard` will come for this arrival, probably `post` with these numbers."""
+        if self._speculator is None:
+            return
         with self._changed:
             self._raise()
-            self._jobs.append((arrival, numbers))
+            job = _Job(arrival, numbers, is_guess=True)
+            self._jobs.append(job)
+            self._guesses[arrival] = job
+            self._changed.notify_all()
+
+    def post(self, arrival: Arrival, numbers: UpdateNumbers) -> None:
+        self._settle(arrival, numbers)
+
+    def discard(self, arrival: Arrival) -> None:
+        """The gradients are not applied."""
+        self._settle(arrival, None)
+
+    def _settle(self, arrival: Arrival, numbers: UpdateNumbers | None) -> None:
+        with self._changed:
+            self._raise()
+            guess = self._guesses.pop(arrival, None)
+            if guess in self._jobs:  # not begun
+                self._jobs.remove(guess)
+                guess = None
+            self._jobs.append(_Job(arrival, numbers, based_on=guess))
             self._busy.add(arrival.unit.index)
             self._changed.notify_all()
 
@@ -76,28 +132,55 @@ class Updater:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            arrival, numbers = job
             try:
-                arrival.wait()
-                self._apply(arrival.unit, arrival.gradients, numbers)
+                job.arrival.wait()
+                self._do(job)
             except BaseException as error:  # noqa: BLE001 - handed to whoever waits
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()
                 return
             finally:
-                arrival.recycle()
-            with self._changed:
-                self._busy.discard(arrival.unit.index)
-                self._changed.notify_all()
+                if not job.is_guess:
+                    job.arrival.recycle()
+            if not job.is_guess:
+                with self._changed:
+                    self._busy.discard(job.arrival.unit.index)
+                    self._changed.notify_all()
 
-    def _next(self) -> tuple[Arrival, UpdateNumbers] | None:
-        """The newest job that has arrived, else the oldest, which will arrive first."""
+    def _do(self, job: _Job) -> None:
+        unit, gradients, numbers = job.arrival.unit, job.arrival.gradients, job.numbers
+        if job.is_guess:
+            assert self._speculator is not None
+            assert numbers is not None
+            job.guess = self._speculator.update(unit, gradients, numbers)
+            return
+        if job.based_on is not None:
+            assert self._speculator is not None
+            if numbers == job.based_on.numbers:
+                if self._speculator.commit(job.based_on.guess):
+                    self.num_guesses_taken += 1
+                    return
+            else:
+                self._speculator.drop(job.based_on.guess)
+                self.num_guesses_dropped += 1
+        if numbers is not None:
+            self._apply(unit, gradients, numbers)
+
+    def _next(self) -> _Job | None:
+        """The job of the first Unit among those that have arrived, else the oldest, which will arrive first."""
         with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self._is_closed)
+            self._changed.wait_for(lambda: self._is_closed or any(map(self._can_begin, self._jobs)))
             if self._is_closed:
                 return None
-            for position in range(len(self._jobs) - 1, -1, -1):
-                if self._jobs[position][0].has_arrived():
-                    return self._jobs.pop(position)
-            return self._jobs.pop(0)
+            ready = [job for job in self._jobs if self._can_begin(job)]
+            arrived = [job for job in ready if job.arrival.has_arrived()]
+            chosen = min(arrived, key=lambda job: job.arrival.unit.index, default=ready[0])
+            self._jobs.remove(chosen)
+            return chosen
+
+    def _can_begin(self, job: _Job) -> bool:
+        if not job.is_guess:
+            return True
+        assert self._speculator is not None
+        return self._speculator.has_room(job.arrival.unit)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
+from openwafer import timeline
 from openwafer.graph import Graph, Unit
 from openwafer.swarmx.hub import Hub
 from openwafer.swarmx.tree import Node, Parts, combine
@@ -44,6 +45,6 @@ def collected(hub: Hub, total: int) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
     hub.cast(graph.units[::-1])
     uses = Uses(graph)
     for unit in reversed(graph.units):
-        with hub.collect(unit) as shares:
+        with timeline.span(timeline.WORKERS, f"backward {unit.name}"), hub.collect(unit) as shares:
             sums = reduce(total, shares)
         yield unit, uses.add(unit, sums)

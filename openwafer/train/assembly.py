@@ -13,7 +13,7 @@ from openwafer.graph import Graph
 from openwafer.graph.deferred import initialise
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.optimizer import make_optimizer
-from openwafer.memoryx.placement import Placement, close_tiers, open_tiers, place
+from openwafer.memoryx.placement import Placement, check_space_to_save, close_tiers, open_tiers, place
 from openwafer.memoryx.store import Store, Wire
 from openwafer.memoryx.tier import Key, Tier
 from openwafer.swarmx.stripe import Stripe, cut_reader, cut_values, stripes
@@ -53,6 +53,7 @@ class Plan:
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)  # of the worker: recompute and the like
     part: Stripe | None = None  # what this store holds, where there are several
+    saves_while_training: bool = False  # then a flash folder needs room for what changes meanwhile
 
 
 class Assembly:
@@ -67,6 +68,8 @@ class Assembly:
         self.placement = place(self.part.graph, optimizer, plan.memory, wire)
         self.tiers = (workers.open_tiers if workers else open_tiers)(self.placement, plan.memory)
         try:
+            if plan.saves_while_training:
+                check_space_to_save(self.placement, plan.memory)
             store = Store(self.part.graph, optimizer, self.tiers, wire)
             options = dict(plan.options)
             if workers is not None:

@@ -37,6 +37,7 @@ class TrainConfig:
     recompute: bool = option(
         True, help="compute what is inside a Unit again in backward; false: keep it, which is faster and takes memory"
     )
+    compile: bool = option(False, help="compile each distinct Unit function with torch.compile")
     checkpoint_every: int | None = option(None, help="steps between checkpoints (default: only at the end)", minimum=1)
     keep_checkpoints: int | None = option(3, help="how many checkpoints to keep (empty: all)", minimum=1)
     eval_every: int | None = option(None, help="steps between evaluations (default: none in between)", minimum=1)

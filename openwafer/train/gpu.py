@@ -1,5 +1,6 @@
 """A GPU as the worker of a run: its memory limit, the micro-batch that fits, and the link to the store."""
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,8 +13,10 @@ from openwafer.graph import Graph
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.pinned import PinnedTier, pinned
 from openwafer.memoryx.placement import Placement, open_tiers, shown
+from openwafer.memoryx.speculation import spare_bytes
 from openwafer.memoryx.store import Store
 from openwafer.memoryx.tier import Key, Tier
+from openwafer.train.guard import Guard
 
 _FREE_SHARE = 0.92  # of the free memory, when no limit is given
 
@@ -21,60 +24,59 @@ _FREE_SHARE = 0.92  # of the free memory, when no limit is given
 class GpuWorker:
     """One GPU of this machine, in this process."""
 
-    def __init__(self, device_memory: int | None, optimizer: OptimizerConfig) -> None:
+    def __init__(self, device_memory: int | None, optimizer: OptimizerConfig, *, recompute: bool = True) -> None:
         if not torch.cuda.is_available():
             raise UserError("device cuda: PyTorch sees no GPU here; install its CUDA build, or use --device cpu")
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.optimizer = optimizer
+        self.recompute = recompute
         self.footprint: Footprint | None = None
         self._link: CudaLink | None = None
+        self._memory = MemoryConfig()
         torch.zeros(1, device=self.device)  # CUDA itself takes some memory, which counts
-        free, total = torch.cuda.mem_get_info(self.device)
-        own = torch.cuda.memory_reserved(self.device)
-        context = max(0, total - free - own)
-        if device_memory is None:
-            self.limit = int(_FREE_SHARE * (free + own))
-            return
-        self.limit = device_memory - context
-        if self.limit <= 0:
-            raise UserError(f"device_memory {shown(device_memory)}: CUDA alone takes {shown(context)} of it; give more")
-        if self.limit > free + own:
+        free, self._total = torch.cuda.mem_get_info(self.device)
+        free += torch.cuda.memory_reserved(self.device)
+        self._context = self._total - free
+        self.limit = int(_FREE_SHARE * free) if device_memory is None else device_memory - self._context
+        if device_memory is not None and self.limit > free:
             raise UserError(
-                f"device_memory {shown(device_memory)}: the GPU has {shown(total)}, of which {shown(free)} are free; "
-                f"give at most {int(free + own + context)}"
+                f"device_memory {shown(device_memory)}: the GPU has {shown(self._total)}, and {shown(free)} are free; "
+                f"give at most {shown(free + self._context)}"
             )
-        # From here on an allocation beyond the limit fails, whoever makes it.
-        torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / total), self.device)
 
     def fit(self, make_graph: Callable[[int], Graph], batch_size: int, micro_batch_size: int | None) -> int:
         """The micro-batch to use: the given one if it fits, else an error; or the largest that fits."""
-        if micro_batch_size is not None:
-            self._check(make_graph(micro_batch_size), batch_size, micro_batch_size)
-            return micro_batch_size
         sizes = [size for size in range(1, batch_size + 1) if batch_size % size == 0]
-        least = self._check(make_graph(sizes[0]), batch_size, sizes[0])
+        if micro_batch_size is not None:
+            sizes = [micro_batch_size]
+        least = self.check(make_graph(sizes[0]), batch_size // sizes[0])
         for size in reversed(sizes[1:]):
-            if _guess(least, size, batch_size) > self.limit:
+            if _guess(least, size) > self.limit:
                 continue
-            self.footprint = measure(make_graph(size), batch_size // size, NUM_SLOTS, self.device)
+            self.footprint = self._measure(make_graph(size), batch_size // size)
             if self.footprint.total_bytes <= self.limit:
                 return size
         self.footprint = least
         return sizes[0]
 
-    def _check(self, graph: Graph, batch_size: int, size: int) -> Footprint:
-        self.footprint = measure(graph, batch_size // size, NUM_SLOTS, self.device)
+    def check(self, graph: Graph, num_micro_batches: int) -> Footprint:
+        """What a step takes; an error if that is more than is allowed."""
+        self.footprint = self._measure(graph, num_micro_batches)
         if self.footprint.total_bytes > self.limit:
             raise UserError(
-                f"a step on {batch_size} samples in micro-batches of {size} needs {shown(self.footprint.total_bytes)} "
-                f"of device memory, {shown(self.limit)} are allowed ({self.footprint}): give a larger --device_memory"
-                + ("" if size == 1 else ", a smaller --micro_batch_size")
-                + ", a smaller --batch_size or a shorter context"
+                f"a step needs {shown(self.footprint.total_bytes + self._context)} of device memory, "
+                f"{shown(self.limit + self._context)} are allowed ({self.footprint}; CUDA itself "
+                f"{shown(self._context)}): "
+                "give a larger --device_memory, a smaller --micro_batch_size or --batch_size, or a shorter context"
             )
         return self.footprint
 
+    def _measure(self, graph: Graph, num_micro_batches: int) -> Footprint:
+        return measure(graph, num_micro_batches, NUM_SLOTS, self.device, recompute=self.recompute)
+
     def open_tiers(self, placement: Placement, config: MemoryConfig) -> dict[Key, Tier]:
         """Tiers that the GPU copies from and to at full speed."""
+        self._memory = config
         return open_tiers(
             placement,
             config,
@@ -84,21 +86,31 @@ class GpuWorker:
 
     def attach(self, graph: Graph, store: Store, seed: int, options: Mapping[str, Any]) -> tuple[CudaLink, None]:
         """The link; this process computes."""
-        self._link = CudaLink(store, self.device, can_veto=_can_veto(self.optimizer))
+        # From here on an allocation beyond the limit fails, whoever makes it.
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / self._total), self.device)
+        can_veto = Guard(self.optimizer).can_veto
+        self._link = CudaLink(store, self.device, can_veto=can_veto, speculates=can_veto and self._speculates(store))
         return self._link, None
 
+    def _speculates(self, store: Store) -> bool:
+        way, needed = self._memory.clipping, spare_bytes(store)
+        if way != "auto":
+            return way == "speculative"
+        return self._memory.dram is None and _available_bytes() > needed + store.graph.num_parameters * 4
+
     def close(self) -> None:
+        torch.cuda.set_per_process_memory_fraction(1.0, self.device)
         if self._link is not None:
             self._link.close()
             self._link = None
 
 
-def _guess(least: Footprint, size: int, batch_size: int) -> int:
+def _guess(least: Footprint, size: int) -> int:
     """What micro-batches of `size` would need, from what those of one sample do: a little less than they will."""
     return least.weight_bytes + least.activation_bytes + int(0.5 * size * least.working_bytes)
 
 
-def _can_veto(config: OptimizerConfig) -> bool:
-    from openwafer.train.guard import Guard
-
-    return Guard(config).can_veto
+def _available_bytes() -> int:
+    """Host memory that can still be had."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -24,6 +24,7 @@ from openwafer.data.prepare import folder_of
 from openwafer.data.shards import Shards
 from openwafer.errors import UserError
 from openwafer.graph import Graph
+from openwafer.graph.compiled import compiled
 from openwafer.graph.deferred import deferred
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.groups import with_groups
@@ -37,6 +38,7 @@ from openwafer.train.gpu import GpuWorker
 from openwafer.train.metrics import MetricsLog, StepMetrics
 from openwafer.train.network_workers import NetworkWorkers
 from openwafer.train.progress import ProgressDisplay
+from openwafer.train.resume import changes
 from openwafer.train.saver import Saver
 from openwafer.train.schedule import ScheduleConfig
 from openwafer.train.swarm import Swarm
@@ -94,7 +96,8 @@ class Job:
         stored = None if self.resumed is None else checkpoint.Checkpoint.open(self.resumed)
         self.kept_meta: dict[str, Any] = {}  # what came with imported weights
         if stored is not None:
-            self._check_same_model(stored)
+            for line in changes(str(self.resumed), stored.step, stored.meta["params"], config.params):
+                _say(line)
             self._check_same_tokens(stored)
             self.kept_meta = {key: value for key, value in stored.meta.items() if key != "params"}
         self.micro_batch = self._micro_batch(stored)
@@ -109,6 +112,7 @@ class Job:
             seed=train.seed,
             options={"recompute": train.recompute},
             part=workers.part(self.graph, config.optimizer) if isinstance(workers, NetworkWorkers) else None,
+            saves_while_training=train.mode != "eval" and train.checkpoint_every is not None,
         )
         self.assembly = Assembly(plan, workers, stored)
         self.engine = self.assembly.engine
@@ -203,7 +207,8 @@ class Job:
 
     def _capture(self, micro_batch: int, *, training: bool = True) -> Graph:
         dtype = DTYPES[self.config.train.precision]
-        return capture_text_model(self.module, micro_batch, self.context, dtype, training=training)
+        graph = capture_text_model(self.module, micro_batch, self.context, dtype, training=training)
+        return compiled(graph, torch.device(self.config.train.device)) if self.config.train.compile else graph
 
     def _micro_batch(self, stored: checkpoint.Checkpoint | None) -> int:
         """The given one, the one the run began with (another would change its bits), or what fits the device."""
@@ -217,22 +222,6 @@ class Job:
         size = self.workers.fit(self._capture, train.batch_size, size)
         self.config.params.setdefault("train", {})["micro_batch_size"] = size
         return size
-
-    def _check_same_model(self, stored: checkpoint.Checkpoint) -> None:
-        kinds = [params.get("optimizer", {}).get("kind") for params in (stored.meta["params"], self.config.params)]
-        if stored.step > 0 and None not in kinds and kinds[0] != kinds[1]:
-            raise UserError(
-                f"{self.resumed} was trained with the optimizer {kinds[0]}, not {kinds[1]}, whose state it has not: "
-                f"go on with {kinds[0]}, or start anew in another --model_dir"
-            )
-        before, now = stored.meta["params"]["model"], self.config.params["model"]
-        changed = [key for key in now if now[key] != before.get(key)]
-        if changed:
-            key = changed[0]
-            raise UserError(
-                f"{self.resumed} holds another model ({key} was {before.get(key)}, is {now[key]}): "
-                "use another --model_dir, or the params it was trained with"
-            )
 
     def _check_same_tokens(self, stored: checkpoint.Checkpoint) -> None:
         """A model goes on with the tokens it knows: others would be noise to it."""

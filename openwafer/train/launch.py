@@ -51,7 +51,7 @@ def run(config: JobConfig) -> JobResult | None:
 def _attempt(config: JobConfig, num_csx: int) -> JobResult:
     workers: LocalWorkers | GpuWorker
     if config.train.device == "cuda":
-        workers = GpuWorker(config.train.device_memory, config.optimizer)
+        workers = GpuWorker(config.train.device_memory, config.optimizer, recompute=config.train.recompute)
     elif num_csx == 1:
         return Job(config).run()
     else:

@@ -106,13 +106,18 @@ class Streamed:
         return norm
 
     def _vetoable_updates(self, done: Pass, numbers: UpdateNumbers) -> tuple[float, bool]:
-        """Nothing is updated before all gradients are known. Gives their norm, and whether they were applied."""
+        """Nothing is updated before all gradients are known. Gives their norm, and whether they were applied.
+
+        Most steps are not clipped: the link may prepare updates as if this was one.
+        """
+        likely = dataclasses.replace(numbers, max_value=self.config.max_grad_value)
         sums: dict[Unit, list[Tensor]] = {}
         parcels: list[Parcel] = []
         for unit, gradients in self.worker.backward(self.link.stream, done, self.guard.scale):
             if gradients:
                 sums[unit] = self._squares(unit, gradients)
                 parcels.append(self.link.send(unit, gradients))
+                self.link.guess(parcels[-1], likely)
         norm = self._norm([part for parts in sums.values() for part in parts]) / numbers.divisor
         is_good = self.guard.judge(done.loss, norm, lambda: _bad_gradients(done, sums))
         config = self.config

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from openwafer import timeline
 from openwafer.csx.worker import MicroBatch, Pass, Stream, global_count
 from openwafer.errors import UserError
 from openwafer.graph import Graph, Unit
@@ -40,6 +41,9 @@ class SwarmLink:
 
     def send(self, unit: Unit, gradients: Mapping[str, Tensor]) -> Arrival:
         return Arrival(unit, gradients, lambda: True, lambda: None, lambda: None)
+
+    def guess(self, parcel: Arrival, numbers: UpdateNumbers) -> None:
+        pass
 
     def apply(self, parcel: Arrival, numbers: UpdateNumbers) -> None:
         self.updater.post(parcel, numbers)
@@ -93,8 +97,9 @@ class Swarm:
             hub.tell(csx, Message("command", fields, packed([values[index] for index in share], buffers)))
         hub.cast(hub.store.graph.units)
         done = Pass(step=step, total=total, share=range(0), values=[], buffers=[])
-        self._relay(done, buffers)
-        reports = [hub.hear(csx, "loss").fields for csx in range(hub.num_csx)]
+        with timeline.span(timeline.WORKERS, "forward"):
+            self._relay(done, buffers)
+            reports = [hub.hear(csx, "loss").fields for csx in range(hub.num_csx)]
         losses = [loss for report in reports for loss in report["losses"]]
         done.divisor = global_count([count for report in reports for count in report["counts"]], step)
         done.loss = math.fsum(losses) / done.divisor

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from openwafer import checkpoint
+from openwafer import checkpoint, timeline
 from openwafer.errors import UserError
 from openwafer.graph import Graph, capture
+from openwafer.graph.compiled import compiled
 from openwafer.graph.deferred import initialise
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.groups import with_groups
@@ -34,6 +36,7 @@ class Trainer:
 
     The loss is a scalar (a mean), a pair `(loss_sum, count)`, or a result with a `loss`. The module's own weights
     stay as they are: `state_dict` gives the trained ones. `schedule` maps the step (from 0) to a factor on the rate.
+    `recompute` and `compile` are those of a params file.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Trainer:
         schedule: Schedule | None = None,
         micro_batch_size: int | None = None,
         recompute: bool = True,
+        compile: bool = False,
         seed: int = 0,
     ) -> None:
         self.model = model
@@ -55,6 +59,7 @@ class Trainer:
         self.schedule = schedule or (lambda step: 1.0)
         self.micro_batch_size = micro_batch_size
         self.recompute = recompute
+        self.compile = compile
         self.seed = seed
         self.last: StepResult | None = None
         self._engine: Streamed | None = None
@@ -80,8 +85,10 @@ class Trainer:
         """
         micro_batches = self._micro_batches(batch)
         if self._engine is None:
-            self._engine = self._start(micro_batches[0], self._resumed)
-        self.last = self._engine.step(micro_batches)
+            self._example, self._num_micro_batches = micro_batches[0], len(micro_batches)
+            self._engine = self._start(self._resumed)
+        with timeline.step(self.num_steps_done + 1):
+            self.last = self._engine.step(micro_batches)
         return self.last.loss
 
     def fit(
@@ -153,7 +160,7 @@ class Trainer:
         self._resumed = checkpoint.Checkpoint.open(newest)
         if self._engine is not None:
             self._closer()
-            self._engine = self._start(self._example, self._resumed)
+            self._engine = self._start(self._resumed)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight and buffer by name, one at a time; each is valid until the next is asked for."""
@@ -183,11 +190,11 @@ class Trainer:
         }
 
     def _capture(self, micro_batch: MicroBatch, *, training: bool) -> Graph:
-        return capture(self.model.train(training), (), dict(micro_batch), dtype=DTYPES[self.cluster.precision])
+        graph = capture(self.model.train(training), (), dict(micro_batch), dtype=DTYPES[self.cluster.precision])
+        return compiled(graph, torch.device(self.cluster.device)) if self.compile else graph
 
-    def _start(self, micro_batch: MicroBatch, stored: checkpoint.Checkpoint | None) -> Streamed:
-        self._example = micro_batch
-        graph = with_groups(self._capture(micro_batch, training=True), self.optimizer.groups)
+    def _start(self, stored: checkpoint.Checkpoint | None) -> Streamed:
+        graph = with_groups(self._capture(self._example, training=True), self.optimizer.groups)
         plan = Plan(
             graph=graph,
             module=self.model,
@@ -198,7 +205,7 @@ class Trainer:
             seed=self.seed,
             options={"recompute": self.recompute},
         )
-        workers = self._workers()
+        workers = self._workers(graph)
         try:
             assembly = Assembly(plan, workers, stored)
         except BaseException:
@@ -209,12 +216,14 @@ class Trainer:
         self._closer = weakref.finalize(self, _close, assembly, workers)
         return assembly.engine
 
-    def _workers(self) -> Workers | None:
+    def _workers(self, graph: Graph) -> Workers | None:
         cluster = self.cluster
         if cluster.device == "cuda":
             from openwafer.train.gpu import GpuWorker
 
-            return GpuWorker(cluster.device_memory, self.optimizer)
+            worker = GpuWorker(cluster.device_memory, self.optimizer, recompute=self.recompute)
+            worker.check(graph, self._num_micro_batches)
+            return worker
         if cluster.num_csx > 1:
             from openwafer.train.workers import LocalWorkers
 

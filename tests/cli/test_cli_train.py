@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -182,9 +183,14 @@ def test_a_finished_run_has_nothing_left_to_do(params: Path, whole: Path, capsys
         (["--num_steps=-3"], "--num_steps must be at least 0, got -3"),
         (["--num_steps", "many"], "--num_steps must be a whole number, got 'many'"),
         (["--mode", "trian"], "--mode must be one of train, eval, train_and_eval, got 'trian'"),
+        (["--num_csx", "0"], "--num_csx must be at least 1, got 0"),
         (["--num_csx", "4"], "num_csx 4 is more than the 3 micro-batches of a step: use at most num_csx 3"),
         (["--min_csx", "2"], "min_csx 2 is more than num_csx 1"),
-        (["--device", "cuda"], "training on a GPU does not work yet"),
+        pytest.param(
+            ["--device", "cuda"],
+            "device cuda: PyTorch sees no GPU here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         (["--num_step", "3"], "did you mean '--num_steps'?"),
         (["--params", "nowhere.yaml"], "no such file: nowhere.yaml"),
     ],
@@ -205,6 +211,25 @@ def test_another_model_in_the_same_folder_is_refused(
     other.write_text(params.read_text().replace("num_hidden_layers: 2", "num_hidden_layers: 3"))
     assert main(["train", "--params", str(other), "--model_dir", str(whole)]) == 2
     assert "num_hidden_layers was 2, is 3" in capsys.readouterr().err
+
+
+def test_what_changed_since_the_checkpoint_is_refused_or_said(
+    params: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    command = ["train", "--params", str(params), "--model_dir", str(tmp_path / "run")]
+    assert main([*command, "--num_steps", "31", "--seed", "1"]) == 2
+    error = capfd.readouterr().err
+    assert "step_00000030 was trained with another seed (seed was 0, is 1)" in error
+    assert error.count("\n") == 1
+    assert main([*command, "--mode", "eval", "--seed", "1"]) == 0  # which uses none of it
+    assert main([*command, "--num_steps", "31", "--lr", "0.02"]) == 0
+    assert "changed since" not in capfd.readouterr().err
+    assert main([*command, "--num_steps", "32", "--batch_size", "8", "--micro_batch_size", "4"]) == 0
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("changed since")]
+    assert len(said) == 2
+    assert "step_00000031: batch_size was 6, is 8: the order of samples goes on from another place" in said[0]
+    assert "micro_batch_size was 2, is 4: from here on the run differs" in said[1]
 
 
 def test_the_vendors_command_line(params: Path, tmp_path: Path) -> None:

@@ -5,10 +5,10 @@
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -89,15 +89,21 @@ def test_version() -> None:
 
 
 def test_help_takes_less_than_0_3_s_more_than_python_itself() -> None:
-    def best_of_5(*argv: str) -> float:
+    def used() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    def best_of_3(*argv: str) -> float:
+        """Of processor time: other work on the machine does not count."""
+
         def once() -> float:
-            start = time.perf_counter()
+            start = used()
             subprocess.run([sys.executable, *argv], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-            return time.perf_counter() - start
+            return used() - start
 
-        return min(once() for _ in range(5))
+        return min(once() for _ in range(3))
 
-    assert best_of_5("-m", "openwafer", "--help") - best_of_5("-c", "pass") < 0.3
+    assert best_of_3("-m", "openwafer", "--help") - best_of_3("-c", "pass") < 0.3
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -13,7 +13,7 @@ from openwafer.graph import Graph, capture
 from openwafer.graph.deferred import deferred
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.optimizer import make_optimizer
-from openwafer.memoryx.placement import close_tiers, open_tiers, place
+from openwafer.memoryx.placement import check_space_to_save, close_tiers, open_tiers, place
 from openwafer.memoryx.store import fields
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
@@ -84,13 +84,37 @@ def test_a_locked_folder(graph: Graph, tmp_path: Path) -> None:
     close_tiers(open_tiers(place(graph, OPTIMIZER, config), config))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
+def test_a_disk_that_is_too_small_is_said_at_the_start(graph: Graph, tmp_path: Path) -> None:
+    config = MemoryConfig(dram=1 << 20, flash=tmp_path)
+    placement = place(graph, OPTIMIZER, config)
+    assert 3 << 20 < placement.flash_bytes < 4 << 20
+    for size, once, twice in (("3m", False, False), ("5m", True, False), ("9m", True, True)):
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(tmp_path)]).returncode != 0:
+            pytest.skip("mounting is not allowed here")
+        try:
+            if not once:
+                with pytest.raises(UserError, match=r"flash folder .* has .* MiB free, .* MiB are needed: free some"):
+                    open_tiers(placement, config)
+                continue
+            tiers = open_tiers(placement, config)
+            if twice:
+                check_space_to_save(placement, config)
+            else:
+                with pytest.raises(UserError, match=r"has .* MiB free, 6\.\d+ MiB are needed: training goes on while"):
+                    check_space_to_save(placement, config)
+            close_tiers(tiers)
+        finally:
+            subprocess.run(["umount", str(tmp_path)], check=True)
+
+
 # Trains in a process that cannot have more memory: all private writable memory, touched or not, counts against
 # RLIMIT_DATA (on some machines torch's allocator takes a gigabyte in advance unless told not to). The base on top
 # of budget + 10 % is for stacks of threads, activations, the gradients of a Unit, a weight while it is made, and
 # the chunks that a checkpoint is written in.
 LIMITED = """
 import pathlib, re, resource, sys, torch
-from openwafer.checkpoint import save
+from openwafer.checkpoint import Checkpoint, latest, save
 from openwafer.graph import capture
 from openwafer.graph.deferred import deferred, initialise
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
@@ -100,7 +124,7 @@ from openwafer.memoryx.store import Store, fields
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
 from openwafer.train.saver import Saver
-from openwafer.train.streamed import Streamed, fill
+from openwafer.train.streamed import Streamed, fill, restore
 
 folder, uses_flash = pathlib.Path(sys.argv[1]), sys.argv[2] == "flash"
 BASE = 256 << 20  # of address space: a thread's stack alone takes 8 MiB of it
@@ -124,17 +148,29 @@ def trained(hidden_size, layers, memory, steps):
     fill(store, initialise(module, graph.weights, 0))
     engine = Streamed(graph, store, {}, OptimizerConfig(lr=1e-3), lambda step: 1.0)
     def write(step, tensors):
-        return save(folder / "model", step, tensors, {})
+        return save(folder / "model", step, tensors, {}, shard_bytes=16 << 20)  # small enough to be mapped
     saver = Saver(write, print)
     losses = []
     for step in range(steps):
         losses.append(engine.step([batch]).loss)
-        if step % 2 == 1:
+        if step in (1, 3):
             saver.start(step + 1, engine.freeze)
     saver.close()
     close_tiers(tiers)
-    assert steps == 1 or losses[-1] < losses[0], losses
-    assert steps == 1 or saver.saved_step == steps
+    if steps == 1:
+        return
+    assert losses[-1] < losses[0], losses
+    assert saver.saved_step == 4
+    assert now("VmHWM") <= most, (now("VmHWM") >> 20, most >> 20)
+    print("trained")
+    del engine, store  # and from the checkpoint, under the same limit
+    tiers = open_tiers(place(graph, optimizer, config), config)
+    store, stored = Store(graph, optimizer, tiers), Checkpoint.open(latest(folder / "model"))
+    restore(store, stored.read)
+    engine = Streamed(graph, store, {}, OptimizerConfig(lr=1e-3), lambda step: 1.0, num_steps_done=stored.step)
+    assert engine.step([batch]).loss == losses[4]
+    close_tiers(tiers)
+    print("resumed")
 
 def limited(state):
     budget = state // 3
@@ -147,19 +183,18 @@ def limited(state):
     return MemoryConfig(dram=budget, flash=folder / "flash") if uses_flash else MemoryConfig()
 
 trained(64, 6, lambda state: MemoryConfig(dram=state // 2, flash=folder / "flash"), 1)  # code and threads are there
-trained(512, 18, limited, 6)
-assert now("VmHWM") <= most, (now("VmHWM") >> 20, most >> 20)
-print("trained")
+trained(512, 13, limited, 5)
 """
 
 
-def test_a_model_of_three_times_the_budget_trains_under_a_memory_limit(tmp_path: Path) -> None:
+def test_a_model_of_three_times_the_budget_trains_and_resumes_under_a_memory_limit(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
     environment = {**os.environ, "MIMALLOC_ARENA_EAGER_COMMIT": "0", "MIMALLOC_PURGE_DELAY": "0"}
     options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "check": False}
     done = subprocess.run([*command, "flash"], **options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trained" in done.stdout
+    assert "resumed" in done.stdout
     # The limit is real: the same in DRAM does not start.
     done = subprocess.run([*command, "dram"], **options)
     assert done.returncode != 0

@@ -36,6 +36,9 @@ def test_records(tmp_path):
         "eval_loss": None,
         "step_s": None,
         "spent_s": None,
+        "broadcast_bytes": None,
+        "reduced_bytes": None,
+        "csx": None,
     }
 
 

@@ -101,6 +101,30 @@ def test_a_transformers_model_with_a_mean_loss() -> None:
     assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+def test_a_gradient_laid_out_otherwise_than_its_weight() -> None:
+    """Autograd gives the gradient of `weight.t().contiguous()` as a transposed view."""
+
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(61, 8)
+            self.weight = nn.Parameter(torch.randn(61, 8))
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits = self.embed(input_ids) @ (2 * self.weight.t().contiguous())
+            return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    torch.manual_seed(0)
+    module = Transposed()
+    config = OptimizerConfig(lr=0.1)
+    trainer = reference(module, config, micro_batches(0)[0])
+    losses = [trainer.step(micro_batches(step)).loss for step in range(STEPS)]
+    expected = ordinary_steps(
+        module, config, lambda batches: torch.stack([module(**batch) for batch in batches]).mean()
+    )
+    assert losses == pytest.approx(expected, rel=1e-4)
+
+
 def test_frozen_weights_stay() -> None:
     module = build(ModelConfig(**TINY))
     module.get_parameter("transformer.h.0.attn.c_attn.weight").requires_grad_(False)

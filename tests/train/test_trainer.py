@@ -15,6 +15,7 @@ from openwafer.checkpoint import Checkpoint
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
 from openwafer.models.load import load
+from openwafer.timeline import Timeline
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "vocab_size": 61, "max_position_embeddings": 16}
 
@@ -163,6 +164,38 @@ def test_mistakes(tmp_path: Path) -> None:
     other.load(folder)
     with pytest.raises(ow.UserError, match="holds another model: it has no 'transformer"):
         other.step(tokens(0))
+
+
+def run(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    job = ow.Trainer(MLP(), optimizer=ow.AdamW(lr=1e-2), micro_batch_size=16, **options)
+    return job.fit([points(step) for step in range(12)]), job.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own insides
+def test_compiled_training_repeats_itself_and_stays_near_the_uncompiled() -> None:
+    plain, _ = run()
+    first, weights = run(compile=True)
+    again, weights_again = run(compile=True)
+    assert first == again
+    assert all(torch.equal(weights[name], tensor) for name, tensor in weights_again.items())
+    assert first == pytest.approx(plain, rel=1e-4)
+    kept, _ = run(compile=True, recompute=False)
+    assert kept == pytest.approx(plain, rel=1e-4)
+
+
+def test_kept_activations_change_no_bit() -> None:
+    assert run()[0] == run(recompute=False)[0]
+
+
+def test_a_timeline_around_the_api(tmp_path: Path) -> None:
+    job = ow.Trainer(MLP(), micro_batch_size=16)
+    with Timeline(tmp_path / "trace.json") as timeline:
+        job.fit([points(step) for step in range(3)])
+    assert timeline.last is not None
+    assert timeline.last.step == 3
+    assert timeline.last.by_lane["compute"] > 0
+    assert (tmp_path / "trace.json").read_text().count('"step ') == 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
