@@ -16,7 +16,7 @@ from torch import nn
 
 from openwafer.config import parse, unknown
 from openwafer.models.config import ModelConfig
-from openwafer.models.gguf_file import GgufFile, broken
+from openwafer.models.gguf_file import GgufFile, TensorInfo, broken
 
 _LLAMA_TOP = {
     "token_embd": "model.embed_tokens",
@@ -103,6 +103,31 @@ def iter_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """(our name, fp32 tensor) for each weight, dequantised one at a time."""
     file = GgufFile(path)
     return _tensors(file, _config(file))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RawTensor:
+    """A weight as it is stored, its rows in our order."""
+
+    type_name: str
+    shape: tuple[int, ...]
+    data: np.ndarray  # uint8 [rows, bytes of a row]
+
+
+def iter_raw(path: Path) -> Iterator[tuple[str, RawTensor | torch.Tensor]]:
+    """(our name, weight) for each weight: matrices as they are stored, vectors as fp32 tensors."""
+    file = GgufFile(path)
+    config = _config(file)
+    architecture = ARCHITECTURES[_architecture(file)]
+    for info in _weights(file):
+        if len(info.shape) != 2:
+            yield _our_name(file, info.name, architecture), torch.from_numpy(_values(file, info, config))
+            continue
+        data = _our_rows(file, info, config, file.raw(info))
+        yield (
+            _our_name(file, info.name, architecture),
+            RawTensor(type_name=info.type_name, shape=info.shape, data=data),
+        )
 
 
 def _architecture(file: GgufFile) -> str:
@@ -220,15 +245,30 @@ def _llama3_divisors(
 
 def _tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     architecture = ARCHITECTURES[_architecture(file)]
+    for info in _weights(file):
+        yield _our_name(file, info.name, architecture), torch.from_numpy(_values(file, info, config))
+
+
+def _weights(file: GgufFile) -> Iterator[TensorInfo]:
     for info in file.tensors.values():
-        if info.name == "rope_freqs.weight" or info.name.endswith("attn_rot_embd.weight"):
-            continue  # not weights: the rotary frequencies, which the module computes from the config
-        values = file.float32(info)
-        if architecture.norms_plus_one and info.name.endswith("norm.weight"):
-            values -= 1
-        if architecture.rotary_pairs and (match := re.search(r"\.attn_([qk])\.(weight|bias)$", info.name)):
-            values = _unpaired(values, config.num_heads if match[1] == "q" else config.kv_heads, file.path)
-        yield _our_name(file, info.name, architecture), torch.from_numpy(values)
+        # Not weights: the rotary frequencies, which the module computes from the config.
+        if info.name != "rope_freqs.weight" and not info.name.endswith("attn_rot_embd.weight"):
+            yield info
+
+
+def _values(file: GgufFile, info: TensorInfo, config: ModelConfig) -> np.ndarray:
+    values = file.float32(info)
+    if ARCHITECTURES[_architecture(file)].norms_plus_one and info.name.endswith("norm.weight"):
+        values -= 1
+    return _our_rows(file, info, config, values)
+
+
+def _our_rows(file: GgufFile, info: TensorInfo, config: ModelConfig, values: np.ndarray) -> np.ndarray:
+    """`values` with the rows of q and k in our order; rows are values or their bytes."""
+    match = re.search(r"\.attn_([qk])\.(weight|bias)$", info.name)
+    if match is None or not ARCHITECTURES[_architecture(file)].rotary_pairs:
+        return values
+    return _unpaired(values, config.num_heads if match[1] == "q" else config.kv_heads, file.path)
 
 
 def _our_name(file: GgufFile, name: str, architecture: Architecture) -> str:

@@ -78,13 +78,17 @@ class GgufFile:
         from gguf.quants import dequantize
 
         kind = GGMLQuantizationType[info.type_name]
-        raw = np.frombuffer(self._data, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
+        raw = self.raw(info)
         with np.errstate(all="ignore"):  # weights that are not finite are the model's business
             if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
                 code = "<f4" if kind == GGMLQuantizationType.F32 else "<f2"
                 return raw.view(code).reshape(info.shape).astype(np.float32)
-            num_rows = math.prod(info.shape[:-1])
-            return dequantize(raw.reshape(num_rows, -1), kind).reshape(info.shape)
+            return dequantize(raw, kind).reshape(info.shape)
+
+    def raw(self, info: TensorInfo) -> np.ndarray:
+        """A tensor's bytes as they are in the file, uint8 [rows, bytes of a row], not copied."""
+        raw = np.frombuffer(self._data, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
+        return raw.reshape(math.prod(info.shape[:-1]), -1)
 
     def _scalar(self, code: str) -> Any:
         size = struct.calcsize(code)

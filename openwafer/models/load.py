@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,6 +17,9 @@ from openwafer.models.pull import MODELS, is_hub_name, pulled_path
 from openwafer.models.tokenizer import Tokenizer
 from openwafer.models.weights import assign
 
+if TYPE_CHECKING:
+    from openwafer.models.gguf import RawTensor
+
 Loaded = tuple[nn.Module, Tokenizer | None]
 
 
@@ -27,6 +31,8 @@ class StoredModel:
     config: ModelConfig
     tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]  # (name in our module, tensor), one at a time
     tokenizer: Callable[[], Tokenizer | None]
+    # The same with matrices as they are stored, where the file may hold packed ones.
+    raw: "Callable[[], Iterator[tuple[str, RawTensor | torch.Tensor]]] | None" = None
     dtype: torch.dtype | None = None  # of the loaded weights unless asked otherwise; None: as they are stored
 
 
@@ -72,7 +78,7 @@ def _found(path_or_name: str | Path) -> Path:
 
 
 def _open_gguf(path: Path) -> StoredModel:
-    from openwafer.models.gguf import config_from_gguf, iter_tensors
+    from openwafer.models.gguf import config_from_gguf, iter_raw, iter_tensors
     from openwafer.models.gguf_file import GgufFile
     from openwafer.models.gguf_tokenizer import tokenizer_from_gguf
 
@@ -81,6 +87,7 @@ def _open_gguf(path: Path) -> StoredModel:
         path=path,
         config=config_from_gguf(path),
         tensors=lambda: iter_tensors(path),
+        raw=lambda: iter_raw(path),
         tokenizer=lambda: tokenizer_from_gguf(path) if has_tokenizer else None,
     )
 

@@ -52,8 +52,8 @@ class Plan:
     precision: Precision = "fp32"
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)  # of the worker: recompute and the like
-    part: Stripe | None = None  # what this store holds, where there are several
     saves_while_training: bool = False  # then a flash folder needs room for what changes meanwhile
+    part: Stripe | None = None  # what this store holds, where there are several
 
 
 class Assembly:

@@ -111,8 +111,8 @@ class Job:
             precision=train.precision,
             seed=train.seed,
             options={"recompute": train.recompute},
-            part=workers.part(self.graph, config.optimizer) if isinstance(workers, NetworkWorkers) else None,
             saves_while_training=train.mode != "eval" and train.checkpoint_every is not None,
+            part=workers.part(self.graph, config.optimizer) if isinstance(workers, NetworkWorkers) else None,
         )
         self.assembly = Assembly(plan, workers, stored)
         self.engine = self.assembly.engine
@@ -206,9 +206,9 @@ class Job:
     # Model and state
 
     def _capture(self, micro_batch: int, *, training: bool = True) -> Graph:
-        dtype = DTYPES[self.config.train.precision]
-        graph = capture_text_model(self.module, micro_batch, self.context, dtype, training=training)
-        return compiled(graph, torch.device(self.config.train.device)) if self.config.train.compile else graph
+        train = self.config.train
+        graph = capture_text_model(self.module, micro_batch, self.context, DTYPES[train.precision], training=training)
+        return compiled(graph, torch.device(train.device)) if train.compile else graph
 
     def _micro_batch(self, stored: checkpoint.Checkpoint | None) -> int:
         """The given one, the one the run began with (another would change its bits), or what fits the device."""

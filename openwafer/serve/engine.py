@@ -1,0 +1,394 @@
+"""The engine: a thread that plans a step, runs it, draws tokens and tells the requests, over and over.
+
+`open_engine` loads a model and starts one. The scheduler says who computes what, the runner computes, the sampler
+draws; this file is the loop between them.
+"""
+
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from openwafer.errors import UserError
+from openwafer.models.config import ModelConfig
+from openwafer.models.load import open_model
+from openwafer.models.tokenizer import Tokenizer
+from openwafer.serve.block_pool import BlockPool
+from openwafer.serve.core import Engine, EngineStats, Event, FinishReason, QueueFullError, Request, TokenLogprob
+from openwafer.serve.engine_config import EngineConfig
+from openwafer.serve.runner import Batch, Runner
+from openwafer.serve.sampler import SamplingError, draw, logprobs_of
+from openwafer.serve.scheduler import Scheduler, Work
+from openwafer.serve.sequence import Sequence
+from openwafer.serve.speculation import Lookup, Speculator
+
+__all__ = ["EngineConfig", "LocalEngine", "open_engine"]
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+def open_engine(
+    path_or_name: str | Path, config: EngineConfig | None = None
+) -> tuple[Engine, Tokenizer | None, ModelConfig]:
+    """Load a model (a pulled name, a file or a folder) and start an engine on it."""
+    from openwafer.serve.opening import open_runner, open_speculator
+
+    config = config or EngineConfig()
+    stored = open_model(path_or_name)
+    runner = open_runner(stored, config)
+    num_tokens = runner.num_blocks * runner.block_size
+    limit = min(stored.config.max_position_embeddings, num_tokens)
+    if config.max_context is not None and config.max_context > limit:
+        raise UserError(
+            f"max_context {config.max_context} is more than the model ({stored.config.max_position_embeddings}) "
+            f"or the key/value cache ({num_tokens} tokens) can hold: lower it, or give a larger kv_cache"
+        )
+    speculator = open_speculator(stored.config, config)
+    engine = LocalEngine(runner, stored.config, config, max_context=config.max_context or limit, speculator=speculator)
+    return engine, stored.tokenizer(), stored.config
+
+
+class LocalEngine:
+    """Decodes requests on one runner, in a thread of its own."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        model: ModelConfig,
+        config: EngineConfig,
+        *,
+        max_context: int,
+        speculator: Speculator | None = None,
+    ) -> None:
+        self.max_context = max_context
+        self.vocab_size = model.vocab_size
+        self._runner = runner
+        self._speculator = speculator or Lookup(in_text=False)
+        self._config = config
+        pool = BlockPool(runner.num_blocks, runner.block_size, prefix_cache=config.prefix_cache)
+        self._scheduler = Scheduler(pool, max_running=config.max_running, max_step_tokens=config.max_step_tokens)
+        self._order = itertools.count()
+        self._wake = threading.Condition()
+        # Under the lock: what other threads leave for the engine's thread.
+        self._arrived: list[Sequence] = []
+        self._cancelled: list[str] = []
+        self._is_closing = False
+        self._error: str | None = None
+        self._num_waiting = 0
+        # Of the engine's thread alone.
+        self._by_id: dict[str, Sequence] = {}
+        self._num_prompt_tokens = self._num_generated_tokens = self._num_cached_tokens = 0
+        self._last_progress_s = time.monotonic()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> None:
+        with self._wake:
+            if self._is_closing or self._error is not None:
+                raise QueueFullError(self._error or "the engine is closing")
+            if self._num_waiting >= self._config.max_waiting:
+                raise QueueFullError(f"{self._num_waiting} requests are waiting already")
+            seed = request.sampling.seed
+            self._arrived.append(
+                Sequence(
+                    request=request,
+                    on_event=on_event,
+                    seed=secrets.randbits(64) if seed is None else seed,
+                    submitted_s=time.monotonic(),
+                    order=next(self._order),
+                )
+            )
+            self._num_waiting += 1
+            self._wake.notify()
+
+    def cancel(self, request_id: str) -> None:
+        with self._wake:
+            self._cancelled.append(request_id)
+            self._wake.notify()
+
+    def stats(self) -> EngineStats:
+        pool = self._scheduler.pool
+        with self._wake:
+            return EngineStats(
+                num_running=len(self._scheduler.running),
+                num_waiting=self._num_waiting,
+                kv_cache_usage=1 - pool.num_free / pool.num_blocks,
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_generated_tokens=self._num_generated_tokens,
+                num_cached_tokens=self._num_cached_tokens,
+                last_progress_s=self._last_progress_s,
+            )
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request had to give way and was computed again."""
+        return self._scheduler.num_preemptions
+
+    def close(self) -> None:
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _main(self) -> None:
+        """The engine's thread. Whatever ends it, nobody is left waiting for an answer."""
+        is_broken = True
+        try:
+            while self._receive():
+                self._step()
+            is_broken = False
+        finally:
+            with self._wake:
+                self._error = "the engine has stopped after an internal error" if is_broken else None
+                self._is_closing = True
+                for sequence in self._arrived:
+                    self._scheduler.waiting.push(sequence)
+            for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+                self._finish(sequence, "error" if is_broken else "cancelled", self._error)
+            self._runner.close()
+            self._speculator.close()
+
+    def _receive(self) -> bool:
+        """Take in what arrived, waiting for something to do; False when closing."""
+        with self._wake:
+            while not (self._by_id or self._arrived or self._cancelled or self._is_closing):
+                self._last_progress_s = time.monotonic()
+                self._wake.wait(timeout=1.0)
+            if self._is_closing:
+                return False
+            arrived, self._arrived = self._arrived, []
+            cancelled, self._cancelled = self._cancelled, []
+        for sequence in arrived:
+            if reason := self._refusal(sequence.request):
+                with self._wake:
+                    self._num_waiting -= 1
+                self._tell(sequence, Event(finish_reason="error", error=reason, usage=sequence.usage(time.monotonic())))
+                continue
+            self._by_id[sequence.request.id] = sequence
+            self._scheduler.waiting.push(sequence)
+        for request_id in cancelled:
+            if (sequence := self._by_id.get(request_id)) is not None:
+                self._finish(sequence, "cancelled")
+        return True
+
+    def _refusal(self, request: Request) -> str | None:
+        """Why a request cannot be served at all."""
+        if request.id in self._by_id:
+            return f"a request with the id {request.id} is under way"
+        if not request.prompt:
+            return "the prompt is empty: give at least one token"
+        if len(request.prompt) >= self.max_context:
+            return f"the prompt has {len(request.prompt)} tokens; with its answer it must fit into {self.max_context}"
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self.vocab_size:
+            return f"the prompt has token ids outside 0..{self.vocab_size - 1}: wrong tokenizer?"
+        if any(not 0 <= token < self.vocab_size for token in request.sampling.logit_bias):
+            return f"logit_bias has token ids outside 0..{self.vocab_size - 1}"
+        return None
+
+    def _step(self) -> None:
+        self._speculate()
+        works = self._scheduler.plan()
+        now = time.monotonic()
+        num_started = 0
+        for work in works:
+            if work.sequence.started_s is None:
+                work.sequence.started_s = now
+                self._num_cached_tokens += work.sequence.num_cached
+                num_started += 1
+        with self._wake:
+            self._num_waiting -= num_started
+        if not works:
+            return
+        logits = self._runner.run(self._batch(works))
+        first = 0
+        for work in works:
+            count = self._num_logit_rows(work)
+            self._after(work, logits[first : first + count])
+            first += count
+        self._last_progress_s = time.monotonic()
+
+    def _speculate(self) -> None:
+        """Guess ahead for the answers under way, as far as the step has room after one token for everybody."""
+        running = self._scheduler.running
+        decoding = [s for s in running if s.num_left == 1 and s.num_drawn + 1 < s.request.sampling.max_tokens]
+        if not decoding:
+            return
+        room = (self._config.max_step_tokens - len(running)) // len(decoding)
+        if (most := min(self._config.num_draft_tokens, room)) < 1:
+            return
+        for sequence, drafts in zip(decoding, self._speculator.guess(decoding, most), strict=True):
+            left = min(
+                sequence.request.sampling.max_tokens - sequence.num_drawn, self.max_context - len(sequence.tokens)
+            )
+            sequence.drafts = [token for token in drafts[: left - 1] if 0 <= token < self.vocab_size]
+
+    def _batch(self, works: Items[Work]) -> Batch:
+        tokens: list[int] = []
+        positions: list[int] = []
+        sequences: list[int] = []
+        logit_rows: list[int] = []
+        for index, work in enumerate(works):
+            sequence = work.sequence
+            known = len(sequence.tokens)
+            tokens += sequence.tokens[work.start : min(work.stop, known)]
+            tokens += sequence.drafts[: max(0, work.stop - known)]
+            positions += range(work.start, work.stop)
+            sequences += [index] * (work.stop - work.start)
+            logit_rows += range(len(tokens) - self._num_logit_rows(work), len(tokens))
+        tables = np.zeros((len(works), max(len(work.sequence.blocks) for work in works)), np.int32)
+        for row, work in zip(tables, works, strict=True):
+            row[: len(work.sequence.blocks)] = work.sequence.blocks
+        return Batch(
+            tokens=np.array(tokens, np.int32),
+            positions=np.array(positions, np.int32),
+            sequences=np.array(sequences, np.int32),
+            tables=tables,
+            logit_rows=np.array(logit_rows, np.int32),
+        )
+
+    def _num_logit_rows(self, work: Work) -> int:
+        """The last rows of a work, those whose logits are looked at."""
+        sequence = work.sequence
+        if sequence.request.sampling.prompt_logprobs and len(sequence.prompt_logprobs) < sequence.num_prompt:
+            return work.stop - work.start
+        return work.stop - len(sequence.tokens) + 1 if work.draws else 0
+
+    def _after(self, work: Work, logits: np.ndarray) -> None:
+        """Take the results of a step into account: logits of the work's last rows."""
+        sequence, sampling = work.sequence, work.sequence.request.sampling
+        if len(logits) == work.stop - work.start:
+            self._note_prompt_logprobs(work, logits)
+        known = len(sequence.tokens)
+        self._num_prompt_tokens += max(0, min(work.stop, sequence.num_prompt) - work.start)
+        if not work.draws:
+            sequence.num_computed = work.stop
+            self._scheduler.pool.publish(sequence)
+            return
+        rows = logits[len(logits) - (work.stop - known + 1) :]
+        drafts, sequence.drafts = sequence.drafts, []
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        finish: FinishReason | None = None
+        error: str | None = None
+        for index, row in enumerate(rows):
+            try:
+                token = self._draw(sequence, row)
+                if token in sampling.stop_ids:
+                    finish = "stop"
+                    break
+                finish = self._append(sequence, token)
+            except SamplingError as problem:
+                finish, error = "error", str(problem)
+                break
+            tokens.append(token)
+            if sampling.num_logprobs is not None:
+                logprobs += logprobs_of(row[None], [token], sampling.num_logprobs)
+            if finish is not None or index >= len(drafts):
+                break
+            if token != drafts[index]:
+                break
+        if drafts and sequence.request.prediction:
+            num_right = sum(mine == guess for mine, guess in zip(tokens, drafts, strict=False))
+            sequence.num_accepted += num_right
+            sequence.num_rejected += len(drafts) - num_right
+        sequence.num_computed = known + max(0, len(tokens) - 1)
+        self._num_generated_tokens += len(tokens)
+        self._scheduler.pool.publish(sequence)
+        self._report(sequence, tokens, logprobs, finish, error)
+
+    def _draw(self, sequence: Sequence, row: np.ndarray) -> int:
+        request = sequence.request
+        mask = None
+        if request.constraint is not None:
+            mask = _asked(request.constraint.allowed)
+        return draw(row, request.sampling, sequence.seed, sequence.num_drawn, sequence.counts, mask)
+
+    def _append(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """Take a drawn token in; says whether it was the last."""
+        request = sequence.request
+        if sequence.first_token_s is None:
+            sequence.first_token_s = time.monotonic()
+        sequence.tokens.append(token)
+        sequence.counts[token] += 1
+        if (constraint := request.constraint) is not None:
+            _asked(lambda: constraint.advance(token))
+            if constraint.is_done:
+                return "stop"
+        if sequence.num_drawn >= request.sampling.max_tokens or len(sequence.tokens) >= self.max_context:
+            return "length"
+        return None
+
+    def _note_prompt_logprobs(self, work: Work, logits: np.ndarray) -> None:
+        sequence = work.sequence
+        if not sequence.request.sampling.prompt_logprobs:
+            return
+        if not sequence.prompt_logprobs:
+            sequence.prompt_logprobs.append(None)
+        for position in range(work.start, min(work.stop, sequence.num_prompt - 1)):
+            if position + 1 == len(sequence.prompt_logprobs):
+                row, token = logits[position - work.start], sequence.tokens[position + 1]
+                num_top = sequence.request.sampling.num_logprobs or 0
+                sequence.prompt_logprobs += logprobs_of(row[None], [token], num_top)
+
+    def _report(
+        self,
+        sequence: Sequence,
+        tokens: list[int],
+        logprobs: list[TokenLogprob],
+        finish: FinishReason | None,
+        error: str | None,
+    ) -> None:
+        if finish is not None:
+            self._forget(sequence)
+        prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        if sequence.request.sampling.prompt_logprobs and sequence.num_drawn == len(tokens):
+            prompt_logprobs = tuple(sequence.prompt_logprobs)
+        self._tell(
+            sequence,
+            Event(
+                tokens=tuple(tokens),
+                logprobs=tuple(logprobs),
+                prompt_logprobs=prompt_logprobs,
+                finish_reason=finish,
+                error=error,
+                usage=sequence.usage(time.monotonic()) if finish is not None else None,
+            ),
+        )
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """End a request without a token."""
+        self._forget(sequence)
+        self._tell(sequence, Event(finish_reason=reason, error=error, usage=sequence.usage(time.monotonic())))
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._by_id.pop(sequence.request.id, None)
+        self._speculator.forget(sequence)
+        self._scheduler.finish(sequence)
+        if sequence.started_s is None:
+            with self._wake:
+                self._num_waiting -= 1
+
+    def _tell(self, sequence: Sequence, event: Event) -> None:
+        try:
+            sequence.on_event(event)
+        except Exception:  # noqa: BLE001
+            # A listener that is gone must not take the other requests with it.
+            _log.exception("request %s: its listener failed", sequence.request.id)
+
+
+def _asked(question: Callable[[], T]) -> T:
+    """What a constraint says; its failure is its request's, not the engine's."""
+    try:
+        return question()
+    except Exception as error:
+        _log.exception("a constraint failed")
+        raise SamplingError(f"the constraint on this answer failed: {error}") from error

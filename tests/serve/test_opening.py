@@ -1,0 +1,71 @@
+"""Opening a model: from each kind of source, and what is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from openwafer.errors import UserError
+from openwafer.models.generate import generate
+from openwafer.models.huggingface_export import export
+from openwafer.models.load import load
+from openwafer.serve.engine import EngineConfig, open_engine
+from tests.serve.conftest import CONFIGS, Answer, Client, stored, tiny_module
+
+PROMPT = np.random.default_rng(0).integers(0, 101, 9).tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama as a Hugging Face folder."""
+    out = tmp_path_factory.mktemp("models") / "tiny"
+    export(stored(tiny_module(CONFIGS["llama"])), out, dtype=torch.float32)
+    return out
+
+
+def answer(source: Path, **options) -> Answer:
+    engine, _, _ = open_engine(source, EngineConfig(**{"num_threads": 1, "max_running": 4} | options))
+    try:
+        return Client(engine).ask(PROMPT, max_tokens=12)  # pyright: ignore[reportArgumentType]
+    finally:
+        engine.close()
+
+
+def test_a_folder_is_served(folder: Path) -> None:
+    module, _ = load(folder)
+    expected = list(generate(module, PROMPT, max_tokens=12))
+    assert answer(folder).tokens == expected
+    # The model guesses for itself.
+    assert answer(folder, speculation="draft", draft_model=str(folder)).tokens == expected
+
+
+def test_without_a_compiler_the_definition_runs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = answer(folder).tokens
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("OPENWAFER_CACHE", str(tmp_path))
+    assert answer(folder).tokens == expected
+    assert "no C compiler" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"kv_cache": 100}, "kv_cache 100 is too small"),
+        ({"max_context": 1000}, "max_context 1000 is more than the model"),
+        ({"speculation": "draft"}, "needs a draft_model"),
+    ],
+)
+def test_what_cannot_be_is_told(folder: Path, options: dict, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        open_engine(folder, EngineConfig(**options))
+
+
+def test_a_draft_must_share_the_vocabulary(folder: Path, tmp_path: Path) -> None:
+    export(stored(tiny_module(CONFIGS["gpt"])), tmp_path / "gpt", dtype=torch.float32)
+    small = tmp_path / "gpt" / "config.json"
+    small.write_text(small.read_text().replace('"vocab_size": 101', '"vocab_size": 90'))
+    with pytest.raises(UserError, match="90 token ids, the model 101"):
+        open_engine(folder, EngineConfig(speculation="draft", draft_model=str(tmp_path / "gpt")))
