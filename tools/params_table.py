@@ -16,6 +16,7 @@ from typing import Any, Literal
 from openwafer.memoryx.config import GroupConfig
 from openwafer.models.config import RopeScaling
 from openwafer.params import SECTIONS
+from openwafer.serve.api.config import ServeConfig
 from openwafer.train.schedule import PartConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +25,7 @@ CLASSES = {
     "model.rope_scaling": RopeScaling,
     "optimizer.groups": GroupConfig,
     "schedule.parts": PartConfig,
+    "serve": ServeConfig,
 }
 _MARKED = re.compile(r"(<!-- keys: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WORDS = {int: "whole number", float: "number", bool: "true or false", Path: "path", str: "text"}

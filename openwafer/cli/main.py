@@ -21,6 +21,8 @@ COMMANDS = {
     "simulate": "run a kernel on the simulated wafer",
     "pull": "fetch a model or a corpus",
     "chat": "generate text with a model",
+    "serve": "serve a model over HTTP",
+    "keys": "make, list and revoke API keys",
     "import": "make a Hugging Face or GGUF model trainable",
     "export": "write a trained model as a Hugging Face folder",
 }

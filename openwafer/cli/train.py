@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> None:
 
     sections = {name: getattr(params, name) for name in SECTIONS}
     result = launch.run(JobConfig(**sections, params=params.as_json(), trace=trace))
+    if result is None:  # a rank of a run on many hosts, which the first one reports
+        return
     summary = {
         **vars(result),
         "checkpoint": None if result.checkpoint is None else str(result.checkpoint),

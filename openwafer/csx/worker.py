@@ -101,9 +101,9 @@ class Worker:
             if relay is not None:
                 state.update(relay.take(unit))
             with timeline.span(_lane(done), f"forward {unit.name}"):
-                for index, kept_values in enumerate(done.values):
+                for index, known in enumerate(done.values):
                     outputs, changed = self._forward_unit(unit, weights, state, done, index)
-                    kept_values.update(zip(unit.outputs, outputs, strict=True))
+                    known.update(zip(unit.outputs, outputs, strict=True))
                     done.updates.update(zip(unit.updated_buffers, changed, strict=True))
                     state.update(done.updates)
             if relay is not None:

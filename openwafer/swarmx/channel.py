@@ -30,6 +30,7 @@ class RankLost(UserError):
     def __init__(self, who: str, why: str) -> None:
         super().__init__(f"{who} was lost: {why}")
         self.who = who
+        self.why = why
 
 
 class Connection(Protocol):
@@ -109,8 +110,9 @@ class Channel:
         self._send_lock = threading.Lock()
         self._last_heard = time.monotonic()
         self._patience_s = max(_START_TIMEOUT_S, timeout_s)
+        self._pause_s = min(timeout_s / _BEATS, _LONGEST_PAUSE_S)
         self._is_closed = threading.Event()
-        for target in (self._read, self._watch):
+        for target in (self._read, self._beat, self._watch):
             threading.Thread(target=target, name=f"openwafer-{target.__name__}-{rank}", daemon=True).start()
 
     def send(self, message: Message) -> None:
@@ -148,15 +150,18 @@ class Channel:
             else:
                 self._mailbox.put(self.peer.rank, message)
 
-    def _watch(self) -> None:
-        """Sends heartbeats and looks for those of the other side."""
-        pause_s = min(self._timeout_s / _BEATS, _LONGEST_PAUSE_S)
-        before = time.monotonic()
-        while not self._is_closed.wait(pause_s):
-            with contextlib.suppress(RankLost, OSError, RuntimeError, ValueError):
+    def _beat(self) -> None:
+        """Sends heartbeats; a thread of its own, for sending to a rank that hangs may take for ever."""
+        while not self._is_closed.wait(self._pause_s):
+            with contextlib.suppress(UserError, OSError, RuntimeError, ValueError):
                 self.send(Message(ALIVE, self._status()))
+
+    def _watch(self) -> None:
+        """Looks for heartbeats of the other side."""
+        before = time.monotonic()
+        while not self._is_closed.wait(self._pause_s):
             now = time.monotonic()
-            if now - before > pause_s + self._timeout_s / 2:  # it was we who stood still
+            if now - before > self._pause_s + self._timeout_s / 2:  # it was we who stood still
                 self._last_heard = now
             before = now
             if now - self._last_heard > self._patience_s:

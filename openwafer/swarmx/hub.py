@@ -1,5 +1,6 @@
 """What a store sees of its workers: it speaks to them, casts weights to all of them and collects their gradients."""
 
+import collections
 import contextlib
 import queue
 import threading
@@ -16,6 +17,7 @@ from openwafer.swarmx.channel import Channel, Mailbox
 from openwafer.swarmx.message import Message
 from openwafer.swarmx.tree import Parts
 
+_WINDOW = 2  # Units on their way at one time
 Shares = list[Mapping[str, Parts]]  # of each worker: its parts of the gradient of each weight
 
 
@@ -65,12 +67,16 @@ class Hub(ABC):
         self._orders.put(list(order))
 
     @abstractmethod
+    def expect(self, total: int) -> None:
+        """Gradients of a batch of so many micro-batches are about to be collected."""
+
+    @abstractmethod
     def collect(self, unit: Unit) -> contextlib.AbstractContextManager[Shares]:
         """The gradients of a Unit's weights from every worker; valid inside. Units come in reverse order."""
 
     @abstractmethod
-    def push(self, unit: Unit, flats: Mapping[Key, Tensor]) -> None:
-        """Send one Unit's arrays to all workers; returns when they may change."""
+    def push(self, unit: Unit, flats: Mapping[Key, Tensor]) -> Callable[[], None]:
+        """Start to send one Unit's arrays to all workers; gives what waits until they may change."""
 
     def close(self) -> None:
         self._orders.put(None)
@@ -79,12 +85,22 @@ class Hub(ABC):
     def _cast_all(self) -> None:
         try:
             while (order := self._orders.get()) is not None:
-                for position, unit in enumerate(order):
-                    for coming in order[position : position + 3]:
-                        self.store.prefetch(coming)
-                    for key in self.store.wires(unit):
-                        self._ready(key[0])
-                    with self.store.lent(unit) as flats:
-                        self.push(unit, flats)
+                self._cast(order)
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits for a worker
             self.mailbox.fail(error)
+
+    def _cast(self, order: Sequence[Unit]) -> None:
+        sent: collections.deque[Callable[[], None]] = collections.deque()
+        for position, unit in enumerate(order):
+            for coming in order[position : position + 3]:
+                self.store.prefetch(coming)
+            for key in self.store.wires(unit):
+                self._ready(key[0])
+            with self.store.lent(unit) as flats:
+                sent.append(self.push(unit, flats))
+                # What stays in memory may still be on its way while the next is sent: it changes only after its
+                # gradients came, and so after it arrived everywhere.
+                while sent and (len(sent) > _WINDOW or not self.store.is_resident(unit)):
+                    sent.popleft()()
+        while sent:
+            sent.popleft()()

@@ -40,14 +40,19 @@ class LocalHub(Hub):
         self._outboxes = outboxes
         super().__init__(store, mailbox, ready, channels)
 
-    def push(self, unit: Unit, flats: Mapping[Key, Tensor]) -> None:
+    def push(self, unit: Unit, flats: Mapping[Key, Tensor]) -> Callable[[], None]:
         places = [[key[0], self._weights.offset_of(flat), flat.numel()] for key, flat in flats.items()]
         must_hold = not self.store.is_resident(unit)
         self.tell_all(Message("weights", {"unit": unit.index, "places": places, "must_say_done": must_hold}))
         self.traffic.broadcast_bytes += sum(flat.nbytes for flat in flats.values()) * self.num_csx
-        if must_hold:
-            for csx in range(self.num_csx):
-                self.hear(csx, "done")
+        return self._wait_until_read if must_hold else lambda: None
+
+    def _wait_until_read(self) -> None:
+        for csx in range(self.num_csx):
+            self.hear(csx, "done")
+
+    def expect(self, total: int) -> None:
+        pass  # workers say with each Unit what they send
 
     @contextlib.contextmanager
     def collect(self, unit: Unit) -> Iterator[Shares]:
@@ -95,6 +100,9 @@ class LocalPort:
             sum(_padded(4 * graph.weights[name].spec.num_elements) for name in unit.weights) for unit in graph.units
         )
 
+    def expect(self, total: int, share: range) -> None:
+        pass  # the store is told with each Unit what it gets
+
     def command(self) -> Message:
         with self.waits.on("the next step"):
             return self._mailbox.get(STORE, "command")
@@ -131,6 +139,9 @@ class LocalPort:
         num_parts = max((len(parts) for parts in gradients.values()), default=0)
         slot, parts = self._outbox.write(gradients, self._largest * num_parts)
         self.tell(Message("gradients", {"unit": unit.index, "slot": slot, "parts": parts}))
+
+    def flush(self) -> None:
+        pass  # they have left when they are written
 
     def _free_slot(self) -> int:
         with self.waits.on("the reduction"):

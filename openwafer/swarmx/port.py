@@ -16,6 +16,10 @@ class Port(Protocol):
 
     waits: Waits
 
+    def expect(self, total: int, share: range) -> None:
+        """The next gradients are of these of `total` micro-batches."""
+        ...
+
     def command(self) -> Message:
         """What to do next."""
         ...
@@ -24,7 +28,7 @@ class Port(Protocol):
         """The next message of this kind from the first store."""
         ...
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: Message, /) -> None:
         """To the first store."""
         ...
 
@@ -34,4 +38,8 @@ class Port(Protocol):
 
     def send(self, unit: Unit, gradients: Mapping[str, Parts]) -> None:
         """Gradients of the Unit's uses of weights leave for the stores."""
+        ...
+
+    def flush(self) -> None:
+        """Until all gradients have left."""
         ...

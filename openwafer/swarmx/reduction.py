@@ -1,10 +1,12 @@
 """From the workers' parts of a Unit's gradients to the sums that MemoryX applies."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
+from openwafer import timeline
 from openwafer.graph import Graph, Unit
+from openwafer.swarmx.hub import Hub
 from openwafer.swarmx.tree import Node, Parts, combine
 
 
@@ -29,4 +31,20 @@ def reduce(total: int, workers: Iterable[Mapping[str, Parts]]) -> dict[str, Tens
     for worker in workers:
         for name, of_weight in worker.items():
             parts.setdefault(name, {}).update(of_weight)
-    return {name: combine(total, of_weight) for name, of_weight in parts.items()}
+    # A sum that is one part is still where it arrived, and the next Unit's will arrive there too.
+    return {
+        name: combine(total, of_weight) if len(of_weight) > 1 else next(iter(of_weight.values())).clone()
+        for name, of_weight in parts.items()
+    }
+
+
+def collected(hub: Hub, total: int) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
+    """Casts the Units in reverse and gives each with the finished sums of gradients of the weights it owns."""
+    graph = hub.store.graph
+    hub.expect(total)
+    hub.cast(graph.units[::-1])
+    uses = Uses(graph)
+    for unit in reversed(graph.units):
+        with timeline.span(timeline.WORKERS, f"backward {unit.name}"), hub.collect(unit) as shares:
+            sums = reduce(total, shares)
+        yield unit, uses.add(unit, sums)

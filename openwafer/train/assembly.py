@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from openwafer.checkpoint import Checkpoint
@@ -17,12 +16,12 @@ from openwafer.memoryx.optimizer import make_optimizer
 from openwafer.memoryx.placement import Placement, check_space_to_save, close_tiers, open_tiers, place
 from openwafer.memoryx.store import Store, Wire
 from openwafer.memoryx.tier import Key, Tier
+from openwafer.swarmx.stripe import Stripe, cut_reader, cut_values, stripes
 from openwafer.train import guard
 from openwafer.train.config import Precision
+from openwafer.train.followers import Follower
 from openwafer.train.streamed import Streamed, fill, restore
 from openwafer.train.swarm import Swarm
-
-DTYPES: dict[Precision, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 
 
 class Workers(Protocol):
@@ -32,7 +31,9 @@ class Workers(Protocol):
         """Tiers that the workers can read from."""
         ...
 
-    def attach(self, graph: Graph, store: Store, seed: int, options: Mapping[str, Any]) -> tuple[Link, Swarm | None]:
+    def attach(
+        self, graph: Graph, store: Store, seed: int, options: Mapping[str, Any]
+    ) -> tuple[Link, Swarm | Follower | None]:
         """The workers take up the graph."""
         ...
 
@@ -52,6 +53,7 @@ class Plan:
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)  # of the worker: recompute and the like
     saves_while_training: bool = False  # then a flash folder needs room for what changes meanwhile
+    part: Stripe | None = None  # what this store holds, where there are several
 
 
 class Assembly:
@@ -62,12 +64,13 @@ class Assembly:
         self.plan = plan
         wire: Wire = plan.precision
         optimizer = make_optimizer(plan.optimizer)
-        self.placement = place(plan.graph, optimizer, plan.memory, wire)
+        self.part = plan.part or stripes(plan.graph, optimizer, 1)[0]
+        self.placement = place(self.part.graph, optimizer, plan.memory, wire)
         self.tiers = (workers.open_tiers if workers else open_tiers)(self.placement, plan.memory)
         try:
             if plan.saves_while_training:
                 check_space_to_save(self.placement, plan.memory)
-            store = Store(plan.graph, optimizer, self.tiers, wire)
+            store = Store(self.part.graph, optimizer, self.tiers, wire)
             options = dict(plan.options)
             if workers is not None:
                 link, swarm = workers.attach(plan.graph, store, plan.seed, options)
@@ -85,13 +88,13 @@ class Assembly:
         plan, graph = self.plan, self.plan.graph
         names = [name for name in graph.buffers if name not in graph.constants]
         if stored is None:
-            fill(store, initialise(plan.module, graph.weights, plan.seed))
+            fill(store, cut_values(self.part, initialise(plan.module, self.part.graph.weights, plan.seed)))
             return _typed(graph, dict(initialise(plan.module, names, plan.seed)))
         has = set(stored.names())
         missing = sorted(name for name in graph.weights if f"weights/{name}" not in has)
         if missing:
             raise UserError(f"{stored.folder} holds another model: it has no {missing[0]!r}")
-        restore(store, stored.read, with_state=stored.step > 0)
+        restore(store, cut_reader(self.part, stored.read), with_state=stored.step > 0)
         # Imported weights come without the buffers that the model computes for itself.
         lacking = [name for name in names if f"buffers/{name}" not in has]
         values = dict(initialise(plan.module, lacking, plan.seed))

@@ -51,6 +51,8 @@ class TrainConfig:
             raise UserError(f"device_memory {self.device_memory} is for --device cuda: on the CPU give --dram")
         if self.device == "cuda" and self.num_csx > 1:
             raise UserError(f"num_csx {self.num_csx} with device cuda: several GPUs do not work yet; use num_csx 1")
+        if self.compile and self.num_csx > 1:
+            raise UserError(f"compile with num_csx {self.num_csx} does not work yet: leave one of them out")
         if self.batch_size % self.micro_batch:
             raise UserError(
                 f"micro_batch_size {self.micro_batch} does not divide batch_size {self.batch_size}: "

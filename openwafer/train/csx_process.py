@@ -45,6 +45,7 @@ class Csx:
         fields = message.fields
         share, step = range(*fields["share"]), fields["step"]
         values, buffers = unpacked(message.tensors, len(share))
+        self.port.expect(fields["total"], share)
         self._relay.start(is_first=share.start == 0)
         done = self.worker.forward_share(self.port.stream, values, buffers, step, share, fields["total"], self._relay)
         losses, counts = self.worker.losses(done)
@@ -58,6 +59,7 @@ class Csx:
         assert self._pass is not None
         for unit, gradients in self.worker.backward_share(self.port.stream, self._pass, scale):
             self.port.send(unit, gradients)
+        self.port.flush()
         self._pass = None
 
     def _evaluate(self, message: Message) -> None:

@@ -23,7 +23,7 @@ from openwafer.data.config import DataConfig
 from openwafer.data.prepare import folder_of
 from openwafer.data.shards import Shards
 from openwafer.errors import UserError
-from openwafer.graph import Graph, capture
+from openwafer.graph import Graph
 from openwafer.graph.compiled import compiled
 from openwafer.graph.deferred import deferred
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
@@ -31,15 +31,18 @@ from openwafer.memoryx.groups import with_groups
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
 from openwafer.swarmx.config import SwarmConfig
-from openwafer.train.assembly import DTYPES, Assembly, Plan
+from openwafer.train.assembly import Assembly, Plan
 from openwafer.train.config import TraceConfig, TrainConfig
 from openwafer.train.engine import MicroBatch
 from openwafer.train.gpu import GpuWorker
 from openwafer.train.metrics import MetricsLog, StepMetrics
+from openwafer.train.network_workers import NetworkWorkers
 from openwafer.train.progress import ProgressDisplay
 from openwafer.train.resume import changes
 from openwafer.train.saver import Saver
 from openwafer.train.schedule import ScheduleConfig
+from openwafer.train.swarm import Swarm
+from openwafer.train.text_model import DTYPES, capture_text_model, context_of
 from openwafer.train.workers import LocalWorkers
 
 
@@ -72,25 +75,20 @@ class JobResult:
 class Job:
     """One run in one model_dir."""
 
-    def __init__(self, config: JobConfig, workers: LocalWorkers | GpuWorker | None = None) -> None:
+    def __init__(self, config: JobConfig, workers: LocalWorkers | GpuWorker | NetworkWorkers | None = None) -> None:
         """`workers` compute, where it is not simply this process on the CPU; whoever made them closes them."""
         train = config.train
         self.workers = workers
         self.config = config
         folder = folder_of(config.data, config.model.vocab_size)
         self.train_shards = Shards.open(folder, "train", verify=config.data.verify)
-        context = config.data.context or config.model.max_position_embeddings
-        if context > config.model.max_position_embeddings:
-            raise UserError(
-                f"context {context} is longer than the model's max_position_embeddings "
-                f"{config.model.max_position_embeddings}: shorten the one or raise the other"
-            )
+        context = context_of(config.model, config.data)
         self.batches = Batches(self.train_shards, context, train.batch_size, seed=train.seed)
         self.val_shards = folder
         self.context = context
         with deferred():
             self.module = build(config.model)
-        self.resumed = checkpoint.latest(train.model_dir)
+        self.resumed = workers.resumed if isinstance(workers, NetworkWorkers) else checkpoint.latest(train.model_dir)
         if train.mode == "eval" and self.resumed is None:
             raise UserError(
                 f"{train.model_dir} has no checkpoint to evaluate: train first, or name another --model_dir"
@@ -114,6 +112,7 @@ class Job:
             seed=train.seed,
             options={"recompute": train.recompute},
             saves_while_training=train.mode != "eval" and train.checkpoint_every is not None,
+            part=workers.part(self.graph, config.optimizer) if isinstance(workers, NetworkWorkers) else None,
         )
         self.assembly = Assembly(plan, workers, stored)
         self.engine = self.assembly.engine
@@ -140,7 +139,7 @@ class Job:
                 train.num_steps,
                 start=engine.num_steps_done,
                 every=train.log_every,
-                workers=engine.swarm.lines if engine.swarm else tuple,
+                workers=engine.swarm.lines if isinstance(engine.swarm, Swarm) else tuple,
             ) as display,
             self._timeline() as times,
             _interruptible() as interrupted,
@@ -207,10 +206,9 @@ class Job:
     # Model and state
 
     def _capture(self, micro_batch: int, *, training: bool = True) -> Graph:
-        ids = torch.zeros(micro_batch, self.context, dtype=torch.int64, device="meta")
-        inputs = {"input_ids": ids, "labels": ids.clone()}
-        graph = capture(self.module.train(training), (), inputs, dtype=DTYPES[self.config.train.precision])
-        return compiled(graph, torch.device(self.config.train.device)) if self.config.train.compile else graph
+        train = self.config.train
+        graph = capture_text_model(self.module, micro_batch, self.context, DTYPES[train.precision], training=training)
+        return compiled(graph, torch.device(train.device)) if train.compile else graph
 
     def _micro_batch(self, stored: checkpoint.Checkpoint | None) -> int:
         """The given one, the one the run began with (another would change its bits), or what fits the device."""
@@ -271,7 +269,7 @@ class Job:
             f"{graph.num_parameters:,} parameters in {len(graph.units)} Units ({len(graph.functions)} distinct), "
             f"{train.batch_size} x {self.context} tokens per step, on {train.device}"
         )
-        if isinstance(self.workers, LocalWorkers):
+        if isinstance(self.workers, LocalWorkers | NetworkWorkers):
             _say(f"{self.workers.num_csx} workers with {self.workers.threads} threads each")
         if isinstance(self.workers, GpuWorker):
             _say(

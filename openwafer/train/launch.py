@@ -10,14 +10,23 @@ from openwafer import checkpoint
 from openwafer.errors import UserError
 from openwafer.swarmx.channel import RankLost
 from openwafer.swarmx.share import check_shares
+from openwafer.swarmx.world import is_distributed
 from openwafer.train.gpu import GpuWorker
 from openwafer.train.job import Job, JobConfig, JobResult
+from openwafer.train.rank import run_rank
 from openwafer.train.workers import LocalWorkers
 
 
-def run(config: JobConfig) -> JobResult:
-    """The whole run."""
+def run(config: JobConfig) -> JobResult | None:
+    """The whole run; under torchrun this rank's part of it, with a result on rank 0."""
     train, swarmx = config.train, config.swarmx
+    if is_distributed():
+        return run_rank(config)
+    if swarmx.num_memoryx > 1:
+        raise UserError(
+            f"num_memoryx {swarmx.num_memoryx}: on one host one process holds the weights; several are for many hosts, "
+            "under torchrun (docs/cluster.md)"
+        )
     swarmx.check(train.num_csx)
     check_shares(train.num_micro_batches, train.num_csx)
     num_csx, num_restarts, last = train.num_csx, 0, _last_step(config)

@@ -25,6 +25,7 @@ from openwafer.memoryx.store import REMAINDER, WIRE, Store
 from openwafer.memoryx.update import UpdateNumbers
 from openwafer.train import guard
 from openwafer.train.engine import Frozen, MicroBatch, StepResult, mean_loss
+from openwafer.train.followers import Follower
 from openwafer.train.swarm import Swarm
 
 
@@ -43,7 +44,7 @@ class Streamed:
         link: Link | None = None,
         *,
         recompute: bool = True,
-        swarm: Swarm | None = None,
+        swarm: Swarm | Follower | None = None,
     ) -> None:
         """`swarm`: the workers, where there is more than this one."""
         self.link = link or DirectLink(store)
@@ -100,7 +101,7 @@ class Streamed:
                 )
             sums += mine
             self.link.apply(self.link.send(unit, gradients), limited)
-        norm = global_norm(sums) / numbers.divisor
+        norm = self._norm(sums) / numbers.divisor
         self.guard.judge(done.loss, norm, lambda: _bad_norm(done))
         return norm
 
@@ -117,7 +118,7 @@ class Streamed:
                 sums[unit] = self._squares(unit, gradients)
                 parcels.append(self.link.send(unit, gradients))
                 self.link.guess(parcels[-1], likely)
-        norm = global_norm(part for parts in sums.values() for part in parts) / numbers.divisor
+        norm = self._norm([part for parts in sums.values() for part in parts]) / numbers.divisor
         is_good = self.guard.judge(done.loss, norm, lambda: _bad_gradients(done, sums))
         config = self.config
         factor = None if config.max_grad_value is not None else clip_factor(norm, config.max_grad_norm)
@@ -130,6 +131,10 @@ class Streamed:
                 self.link.discard(parcel)
         return norm, is_good
 
+    def _norm(self, squares: list[Tensor]) -> float:
+        """Of all gradients, wherever they are applied."""
+        return global_norm(squares if self.swarm is None else self.swarm.all_squares(squares))
+
     def _squares(self, unit: Unit, gradients: Mapping[str, Tensor]) -> list[Tensor]:
         """What the norm is made of."""
         lane = timeline.UPDATE if self.link.device.type == "cpu" else timeline.LAUNCH
@@ -138,7 +143,7 @@ class Streamed:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], graph: Graph) -> float:
         """Mean loss of `graph` (the model captured in eval mode, with the same Units) with the current weights."""
-        if self.swarm is not None:
+        if isinstance(self.swarm, Swarm):
             return self.swarm.evaluate(micro_batches, graph, self.buffers)
         device = self.link.device
         local = [pytree.tree_map_only(Tensor, lambda t: t.to(device), dict(batch)) for batch in micro_batches]
@@ -158,14 +163,23 @@ class Streamed:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Everything a checkpoint holds, by name; each valid until the next is asked for."""
         self.link.drain()
+        if self.swarm is not None and self.swarm.followers is not None:
+            frozen = self.freeze()
+            yield from frozen.tensors
+            frozen.close()
+            return
         yield from _named(self.store.read_all())
         yield from self._others()
 
     def freeze(self) -> Frozen:
         """Everything a checkpoint of this moment holds, to be read while training goes on."""
         self.link.drain()
-        snapshot = self.store.freeze()
         others = list(self._others())
+        followers = None if self.swarm is None else self.swarm.followers
+        if followers is not None:  # pieces are gathered from all stores, and training waits
+            followers.freeze()
+            return Frozen(itertools.chain(_named(followers.gathered(self.store)), others), followers.thaw)
+        snapshot = self.store.freeze()
         return Frozen(itertools.chain(_named(snapshot.read_all()), others), snapshot.close)
 
     def _others(self) -> Iterator[tuple[str, Tensor]]:

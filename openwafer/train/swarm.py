@@ -20,10 +20,11 @@ from openwafer.memoryx.store import Store
 from openwafer.memoryx.update import Arrival, UpdateNumbers, Updater
 from openwafer.swarmx.hub import Hub
 from openwafer.swarmx.message import Message
-from openwafer.swarmx.reduction import Uses, reduce
+from openwafer.swarmx.reduction import collected
 from openwafer.swarmx.report import CsxReport, SwarmReport, worker_line
 from openwafer.swarmx.share import check_shares, share_of
 from openwafer.train.csx_process import BACKWARD, EVALUATE, STEP, changing_buffers, packed
+from openwafer.train.followers import Followers
 
 
 class SwarmLink:
@@ -60,10 +61,20 @@ class SwarmLink:
 class Swarm:
     """All workers of a run. It has the methods of `csx.Worker` that the trainer uses."""
 
-    def __init__(self, graph: Graph, hub: Hub, share_eval_graph: Callable[[Graph], None]) -> None:
-        """`share_eval_graph` sees to it that every worker has the graph that is evaluated."""
+    def __init__(
+        self,
+        graph: Graph,
+        hub: Hub,
+        share_eval_graph: Callable[[Graph], None] = lambda graph: None,
+        followers: Followers | None = None,
+    ) -> None:
+        """`share_eval_graph` sees to it that every worker has the graph that is evaluated.
+
+        `followers` are the other stores, where the Units are striped.
+        """
         self.graph = graph
         self.hub = hub
+        self.followers = followers
         self._share_eval_graph = share_eval_graph
         self.report: SwarmReport | None = None
         self._changing = changing_buffers(graph)
@@ -76,13 +87,15 @@ class Swarm:
         """As `Worker.forward`; the weights come from the hub's own store, whatever `stream` is."""
         total, hub = len(micro_batches), self.hub
         check_shares(total, hub.num_csx)
+        if self.followers is not None:
+            self.followers.start_step()
         self._began = time.perf_counter()
         values = [bind_inputs(self.graph, (), dict(micro_batch)) for micro_batch in micro_batches]
         for csx in range(hub.num_csx):
             share = share_of(total, hub.num_csx, csx)
             fields = {"do": STEP, "step": step, "share": [share.start, share.stop], "total": total}
             hub.tell(csx, Message("command", fields, packed([values[index] for index in share], buffers)))
-        hub.cast(self.graph.units)
+        hub.cast(hub.store.graph.units)
         done = Pass(step=step, total=total, share=range(0), values=[], buffers=[])
         with timeline.span(timeline.WORKERS, "forward"):
             self._relay(done, buffers)
@@ -92,6 +105,8 @@ class Swarm:
         done.loss = math.fsum(losses) / done.divisor
         done.suspect = next((report["suspect"] for report in reports if report["suspect"]), None)
         self._waited = [report["waited_s"] for report in reports]
+        if self.followers is not None:
+            self.followers.tell(Message("loss", {"loss": done.loss, "divisor": done.divisor, "total": total}))
         return done
 
     def _relay(self, done: Pass, buffers: Mapping[str, Tensor]) -> None:
@@ -114,13 +129,12 @@ class Swarm:
     def backward(self, stream: Stream, done: Pass, scale: float = 1.0) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
         """As `Worker.backward`: each Unit with the finished sums of gradients of the weights it owns."""
         self.hub.tell_all(Message("command", {"do": BACKWARD, "scale": scale}))
-        self.hub.cast(self.graph.units[::-1])
-        uses = Uses(self.hub.store.graph)
-        for unit in reversed(self.hub.store.graph.units):
-            with timeline.span(timeline.WORKERS, f"backward {unit.name}"), self.hub.collect(unit) as shares:
-                sums = reduce(done.total, shares)
-            yield unit, uses.add(unit, sums)
+        yield from collected(self.hub, done.total)
         self._report(done)
+
+    def all_squares(self, parts: list[Tensor]) -> list[Tensor]:
+        """What the norm is made of, of all stores."""
+        return parts if self.followers is None else self.followers.all_squares(parts)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], graph: Graph, buffers: Mapping[str, Tensor]) -> float:
         """Mean loss of `graph`, which all workers have as their eval graph."""
@@ -131,7 +145,9 @@ class Swarm:
             share = share_of(len(values), hub.num_csx, csx)
             fields = {"do": EVALUATE, "num_micro_batches": len(share)}
             hub.tell(csx, Message("command", fields, packed([values[index] for index in share], buffers)))
-        hub.cast(graph.units)
+        if self.followers is not None:
+            self.followers.tell(Message("command", {"do": EVALUATE}))
+        hub.cast(hub.store.graph.units)
         reports = [hub.hear(csx, "evaluated").fields for csx in range(hub.num_csx)]
         count = sum(count for report in reports for count in report["counts"])
         if count == 0:

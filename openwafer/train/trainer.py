@@ -21,11 +21,12 @@ from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.groups import with_groups
 from openwafer.models.config import ModelConfig
 from openwafer.swarmx.config import SwarmConfig
-from openwafer.train.assembly import DTYPES, Assembly, Plan, Workers
+from openwafer.train.assembly import Assembly, Plan, Workers
 from openwafer.train.cluster import Cluster
 from openwafer.train.engine import MicroBatch, StepResult
 from openwafer.train.schedule import Schedule
 from openwafer.train.streamed import Streamed
+from openwafer.train.text_model import DTYPES
 
 Batch = Mapping[str, Any] | Sequence[MicroBatch]
 

@@ -1,4 +1,4 @@
-"""The workers of a run on this host, as the job needs them: memory that they share, and a link to them."""
+"""The workers of a run, as the job needs them: memory for weights that reaches them, and a link to them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,6 @@ class LocalWorkers:
         )
 
     def attach(self, graph: Graph, store: Store, seed: int, options: Mapping[str, Any]) -> tuple[SwarmLink, Swarm]:
-        """The workers take up the graph; returns when all are ready."""
         self._link = SwarmLink(store)
         self._swarm = LocalSwarm(
             self.pool, graph, store, self._link.updater.wait, seed=seed, worker_options=dict(options)

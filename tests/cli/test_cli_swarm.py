@@ -1,5 +1,6 @@
 """`openwafer train --num_csx N` as a user runs it: real processes, killed, stopped and out of disk, the same bits."""
 
+import contextlib
 import os
 import random
 import re
@@ -80,9 +81,10 @@ class Run:
             command, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         self.lines: list[str] = []
+        self._output = self._read()
         self.csx: dict[int, int] = {}  # worker → its process, the newest
 
-    def read(self) -> Iterator[str]:
+    def _read(self) -> Iterator[str]:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
@@ -91,14 +93,13 @@ class Run:
             yield line
 
     def until(self, pattern: str) -> None:
-        """Reads until a line matches, and the lines about workers that follow it."""
-        for line in self.read():
-            if re.search(pattern, line) and not pattern.startswith("csx"):
+        for line in self._output:
+            if re.search(pattern, line):
                 return
         raise AssertionError(f"no {pattern} in\n{self.text}")
 
     def finish(self) -> int:
-        for _ in self.read():
+        for _ in self._output:
             pass
         assert self.process.stderr is not None
         self.process.stderr.close()
@@ -185,3 +186,39 @@ def test_when_the_launcher_dies_the_workers_end_and_the_same_command_resumes(
     assert again.finish() == 0, again.text
     assert "resuming from" in again.text
     assert_same(tensors(tmp_path), whole)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own that can be filled."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"a small disk needs the right to mount one: {done.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_leaves_no_half_checkpoint_and_the_same_command_resumes(
+    params: Path, whole: dict, small_disk: Path
+) -> None:
+    run = Run(params, small_disk, "--num_csx", "2")
+    run.until(r"^step 12/")
+    filler = small_disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb") as file:
+        while True:
+            file.write(bytes(65536))
+            file.flush()
+    assert run.finish() == 2, run.text
+    assert "No space left" in run.text
+    assert "earlier checkpoints are intact" in run.text
+    assert "Traceback" not in run.text
+    assert_gone(list(run.csx.values()))
+    stopped = latest(small_disk)
+    assert stopped is not None
+    assert Checkpoint.open(stopped).step >= 5
+    filler.unlink()
+    again = Run(params, small_disk, "--num_csx", "2")
+    assert again.finish() == 0, again.text
+    assert_same(tensors(small_disk), whole)

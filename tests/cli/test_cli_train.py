@@ -184,6 +184,8 @@ def test_a_finished_run_has_nothing_left_to_do(params: Path, whole: Path, capsys
         (["--num_steps", "many"], "--num_steps must be a whole number, got 'many'"),
         (["--mode", "trian"], "--mode must be one of train, eval, train_and_eval, got 'trian'"),
         (["--num_csx", "0"], "--num_csx must be at least 1, got 0"),
+        (["--num_csx", "4"], "num_csx 4 is more than the 3 micro-batches of a step: use at most num_csx 3"),
+        (["--min_csx", "2"], "min_csx 2 is more than num_csx 1"),
         pytest.param(
             ["--device", "cuda"],
             "device cuda: PyTorch sees no GPU here",

@@ -16,3 +16,15 @@ def test_every_complaint_has_a_test_that_exists() -> None:
         sources = "".join(path.read_text() for path in files if path.is_file())
         for name in re.findall(r"\btest_\w+(?=`)", row):
             assert f"def {name}(" in sources or (ROOT / f"{name}.py").exists(), name
+
+
+def test_every_complaint_about_servers_too() -> None:
+    text = (ROOT / "docs" / "complaints.md").read_text()
+    section = text.partition("# What users of OpenAI-compatible servers complain about")[2]
+    rows = [line for line in section.splitlines() if line.startswith("| ") and "`test" in line]
+    assert len(rows) == 15
+    for row in rows:
+        files = ["tests/serve/api/test_complaints.py", *re.findall(r"`(tests/[\w/.]+)", row)]
+        sources = "".join((ROOT / path).read_text() for path in files)
+        names = re.findall(r"\btest_\w+(?=`)", row)
+        assert all(f"def {name}(" in sources for name in names), row

@@ -1,0 +1,193 @@
+"""Runs the HTTP side with uvicorn: listens at once, loads the model meanwhile, and stops without losing answers."""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import math
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from openwafer.errors import UserError
+from openwafer.serve.api.app import make_app
+from openwafer.serve.api.served_model import ServedModel
+from openwafer.serve.api.service import Service
+
+log = logging.getLogger("openwafer.serve")
+
+Load = Callable[[], ServedModel]
+_BACKLOG = 4096
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's protocol with two things it lacks: a limit on how long headers take, and a way to hang up."""
+
+    header_timeout_s = 30.0
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._header_timer = self.loop.call_later(self.header_timeout_s, self._hang_up)
+
+    def data_received(self, data: bytes) -> None:
+        if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
+            # The first bytes of the next request on this connection.
+            self._header_timer = self.loop.call_later(self.header_timeout_s, self._hang_up)
+        super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self.scope["openwafer.transport"] = self.transport  # pyright: ignore[reportGeneralTypeIssues]
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _hang_up(self) -> None:
+        self._header_timer = None
+        self.transport.abort()
+
+
+class ApiServer(uvicorn.Server):
+    """One server for one model. `run()` returns after a signal; `load` is called in a thread of its own."""
+
+    def __init__(self, service: Service, load: Load) -> None:
+        self.service = service
+        self._load = load
+        self._error: BaseException | None = None
+        config = service.config
+        self.socket = _listen(_host(service), config.port)
+        super().__init__(
+            uvicorn.Config(
+                make_app(service),
+                http=_Protocol,
+                ws="none",
+                loop="uvloop",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=60,
+                # A little after the engine has told those that are still waiting (see `shutdown`).
+                timeout_graceful_shutdown=math.ceil(config.shutdown_timeout_s) + 5,
+            )
+        )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.socket.getsockname()[:2]
+        return host, port
+
+    @property
+    def url(self) -> str:
+        host, port = self.address
+        host = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        _allow_many_files()
+        super().run(sockets=[self.socket])
+        if self._error is not None:
+            raise self._error
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.service.start()
+        await super().startup(sockets)
+        threading.Thread(target=self._load_model, args=(asyncio.get_running_loop(),), daemon=True).start()
+
+    def _load_model(self, loop: asyncio.AbstractEventLoop) -> None:
+        began = time.monotonic()
+        try:
+            served = self._load()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the main thread has to raise it
+            self._error = error
+            self.service.state, self.service.failure = "failed", str(error)
+            self.should_exit = True
+            return
+        fields = {"model": served.name, "seconds": round(time.monotonic() - began, 2)}
+        log.info("ready", extra={"fields": fields})
+        with contextlib.suppress(RuntimeError):  # stopped before it was ready
+            loop.call_soon_threadsafe(self.service.set_model, served)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.service.state != "failed":
+            self.service.state = "stopping"
+        deadline = asyncio.create_task(self._close_engine_after(self.service.config.shutdown_timeout_s))
+        await super().shutdown(sockets)
+        deadline.cancel()
+        await self._close_engine_after(0)
+        await self.service.stop()
+
+    async def _close_engine_after(self, seconds: float) -> None:
+        """Whoever is still waiting then gets an error that says why."""
+        await asyncio.sleep(seconds)
+        if self.service.served is not None:
+            await asyncio.to_thread(self.service.served.engine.close)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            yield
+            # Asked to stop and stopped: that is success, not a death by signal.
+            self._captured_signals.clear()
+
+
+def _host(service: Service) -> str:
+    """Without keys only this machine may ask."""
+    host = service.config.host
+    if host is None:
+        host = "0.0.0.0" if service.needs_key else "127.0.0.1"
+    if _is_loopback(host):
+        return host
+    if not service.needs_key:
+        raise UserError(
+            f"anybody who reaches {host} could use this server, for there are no API keys: make one with "
+            "`openwafer keys create --name NAME`, set $OPENWAFER_API_KEY, or listen on 127.0.0.1"
+        )
+    service.is_public = True
+    return host
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)  # from now on whoever connects waits and is not refused
+    except OSError as error:
+        listener.close()
+        raise UserError(f"cannot listen on {host} port {port}: {error.strerror or error}; try another --port") from None
+    return listener
+
+
+def _allow_many_files() -> None:
+    """Every waiting client is an open file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,127 @@
+"""The ranks on other hosts as a store's job needs them, and the wires over which ranks speak."""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from openwafer.errors import UserError
+from openwafer.graph import Graph
+from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
+from openwafer.memoryx.optimizer import make_optimizer
+from openwafer.memoryx.placement import Placement, open_tiers
+from openwafer.memoryx.store import Store
+from openwafer.memoryx.tier import Key, Tier
+from openwafer.swarmx.channel import FAILED, LOST, Channel, Mailbox, RankLost
+from openwafer.swarmx.message import Message
+from openwafer.swarmx.network import NetworkHub
+from openwafer.swarmx.stripe import Stripe, check_stripes, stripes
+from openwafer.swarmx.transfer import GroupConnection
+from openwafer.swarmx.world import World
+from openwafer.train.followers import Follower, Followers
+from openwafer.train.swarm import Swarm, SwarmLink
+
+_TELL_S = 2.0  # for telling the other ranks why this one leaves
+_LOST_EXIT = 75  # the exit status of a rank that gives up because another is gone: try again
+
+
+class Wires:
+    """The channels of one rank: the first store has one to every other rank, the others have one to it."""
+
+    def __init__(self, world: World, timeout_s: float, status: Callable[[], dict[str, Any]] = dict) -> None:
+        self.world = world
+        self.mailbox = Mailbox()
+        self._lock = threading.Lock()
+        self._is_over = False
+        peers = range(1, len(world.hosts)) if world.rank == 0 else range(1)
+        self.channels = {
+            rank: Channel(
+                GroupConnection(world.control, rank),
+                self.mailbox,
+                rank=rank,
+                name=world.name(rank),
+                timeout_s=timeout_s,
+                status=status,
+                on_lost=self.leave,
+            )
+            for rank in peers
+        }
+
+    def leave(self, error: RankLost) -> None:
+        """Say which rank was lost, here and to the others, and end this process."""
+        with self._lock:
+            if self._is_over:
+                return
+            print(f"{self.world.name(self.world.rank)}: {error}", file=sys.stderr, flush=True)
+            self._tell_all(Message(LOST, {"who": error.who, "why": error.why}))
+            os._exit(_LOST_EXIT)
+
+    def fail(self, error: UserError) -> None:
+        """An error of our own ends the run everywhere."""
+        self._tell_all(Message(FAILED, {"error": str(error)}))
+
+    def _tell_all(self, message: Message) -> None:
+        """At once and for a short time only: some may be gone."""
+        sends = [channel.send for channel in self.channels.values()]
+        threads = [threading.Thread(target=_quietly, args=(send, message), daemon=True) for send in sends]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_TELL_S)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_over = True
+        for channel in self.channels.values():
+            channel.stop()
+
+
+def _quietly(send: Callable[[Message], None], message: Message) -> None:
+    try:
+        send(message)
+    except (UserError, OSError, RuntimeError, ValueError):
+        return  # that rank is gone too
+
+
+class NetworkWorkers:
+    """What the job of a store needs; see `assembly.Workers`. `resumed` is the checkpoint that all go on from."""
+
+    def __init__(self, world: World, wires: Wires, resumed: Path | None) -> None:
+        self.world = world
+        self.wires = wires
+        self.resumed = resumed
+        self.num_csx = world.num_csx
+        self.threads = world.verdict["threads"]
+        self._parts: list[Stripe] = []
+        self._link: SwarmLink | None = None
+
+    def part(self, graph: Graph, config: OptimizerConfig) -> Stripe:
+        """What this store holds of the graph."""
+        check_stripes(graph, self.world.num_memoryx)
+        self._parts = stripes(graph, make_optimizer(config), self.world.num_memoryx)
+        return self._parts[self.world.rank]
+
+    def open_tiers(self, placement: Placement, config: MemoryConfig) -> dict[Key, Tier]:
+        return open_tiers(placement, config)
+
+    def attach(
+        self, graph: Graph, store: Store, seed: int, options: Mapping[str, Any]
+    ) -> tuple[SwarmLink, Swarm | Follower]:
+        world, wires, link = self.world, self.wires, SwarmLink(store)
+        self._link = link
+        if world.rank > 0:
+            hub = NetworkHub(world, store, wires.mailbox, link.updater.wait, [])
+            return link, Follower(world, hub, wires.mailbox, wires.channels[0])
+        csx = [wires.channels[rank] for rank in world.csx_ranks]
+        hub = NetworkHub(world, store, wires.mailbox, link.updater.wait, csx)
+        for channel in csx:
+            wires.mailbox.get(channel.peer.rank, "ready")
+        others = [wires.channels[rank] for rank in range(1, world.num_memoryx)]
+        followers = Followers(world, graph, self._parts, wires.mailbox, others) if others else None
+        return link, Swarm(graph, hub, followers=followers)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
