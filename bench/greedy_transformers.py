@@ -7,6 +7,7 @@ import argparse
 import queue
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -91,7 +92,8 @@ def transformers_answers(stored: StoredModel, prompts: list[list[int]], num_toke
 
     with tempfile.TemporaryDirectory() as folder:
         export(stored, Path(folder, "exported"), dtype=torch.float32)
-        model = AutoModelForCausalLM.from_pretrained(Path(folder, "exported"), dtype=torch.float32).eval()
+        loaded = AutoModelForCausalLM.from_pretrained(Path(folder, "exported"), dtype=torch.float32)
+    model: Any = loaded.eval()
     answers = []
     for prompt in prompts:
         # Plain greedy search, nothing that the file's own settings might add.

@@ -49,27 +49,32 @@ class GpuWorker:
         sizes = [size for size in range(1, batch_size + 1) if batch_size % size == 0]
         if micro_batch_size is not None:
             sizes = [micro_batch_size]
-        least = self.check(make_graph(sizes[0]), batch_size // sizes[0])
+        least = self._measure(make_graph(sizes[0]), batch_size // sizes[0])
+        tried = [least]
         for size in reversed(sizes[1:]):
             if _guess(least, size) > self.limit:
                 continue
-            self.footprint = self._measure(make_graph(size), batch_size // size)
-            if self.footprint.total_bytes <= self.limit:
+            tried.append(self._measure(make_graph(size), batch_size // size))
+            if tried[-1].total_bytes <= self.limit:
+                self.footprint = tried[-1]
                 return size
+        # The smallest micro-batches need least inside a Unit, but most for sums of gradients.
+        self._allow(min(tried, key=lambda footprint: footprint.total_bytes))
         self.footprint = least
         return sizes[0]
 
-    def check(self, graph: Graph, num_micro_batches: int) -> Footprint:
-        """What a step takes; an error if that is more than is allowed."""
+    def check(self, graph: Graph, num_micro_batches: int) -> None:
+        """An error if a step takes more than is allowed."""
         self.footprint = self._measure(graph, num_micro_batches)
-        if self.footprint.total_bytes > self.limit:
+        self._allow(self.footprint)
+
+    def _allow(self, footprint: Footprint) -> None:
+        if footprint.total_bytes > self.limit:
             raise UserError(
-                f"a step needs {shown(self.footprint.total_bytes + self._context)} of device memory, "
-                f"{shown(self.limit + self._context)} are allowed ({self.footprint}; CUDA itself "
-                f"{shown(self._context)}): "
+                f"a step needs {shown(footprint.total_bytes + self._context)} of device memory, "
+                f"{shown(self.limit + self._context)} are allowed ({footprint}; CUDA itself {shown(self._context)}): "
                 "give a larger --device_memory, a smaller --micro_batch_size or --batch_size, or a shorter context"
             )
-        return self.footprint
 
     def _measure(self, graph: Graph, num_micro_batches: int) -> Footprint:
         return measure(graph, num_micro_batches, NUM_SLOTS, self.device, recompute=self.recompute)

@@ -15,6 +15,7 @@ import torch
 from openwafer import checkpoint
 from openwafer.csx.worker import Worker
 from openwafer.errors import UserError
+from openwafer.graph.compiled import compiled
 from openwafer.graph.deferred import deferred
 from openwafer.memoryx.groups import with_groups
 from openwafer.memoryx.optimizer import make_optimizer
@@ -108,6 +109,8 @@ def _compute(config: JobConfig, world: World, wires: Wires, waits: Waits) -> Non
     dtype = DTYPES[train.precision]
     capture = functools.partial(capture_text_model, module, train.micro_batch, context, dtype)
     graph = with_groups(capture(training=True), config.optimizer.groups)
+    if train.compile:
+        graph = compiled(graph, torch.device("cpu"))
     parts = stripes(graph, make_optimizer(config.optimizer), world.num_memoryx)
     port = NetworkPort(world, graph, parts, wires.mailbox, wires.channels[0], wire=dtype or torch.float32, waits=waits)
     worker = Worker(graph, train.seed, recompute=train.recompute)
