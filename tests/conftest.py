@@ -16,6 +16,22 @@ from openwafer.models.pull import pull
 
 ROOT = Path(__file__).parents[1]
 
+# The files that take longest begin first: two processes share the tests by file, and one that begins late would run
+# alone at the end.
+_LONG_FILES = (
+    "test_rank.py",
+    "test_cli_swarm.py",
+    "test_docs.py",
+    "test_cli_flash.py",
+    "test_swarm.py",
+    "test_cli_train.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(_LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:

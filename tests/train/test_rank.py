@@ -191,11 +191,11 @@ def test_ranks_that_are_killed_and_a_link_that_is_cut(job: Any, whole: dict) -> 
 
 
 def test_a_link_that_loses_half_its_packets(job: Any, whole: dict) -> None:
-    """The host behind it is given up, and the other worker does its share."""
+    """The host behind it is given up, and the other worker does its share. Who notices first depends on which packets
+    are lost: we, or the launcher's own heartbeat, which then ends our ranks before they can say anything."""
     run, hosts = job([1, 1, 1], "--num_csx", "2", min_hosts=2, stubborn=[0, 1])
     run.wait_for(r"^step 6/")
     hosts.lose_half(2)
-    run.wait_for(r"^rank 0 .*: rank \d \(csx \d on .*\) was lost")
     run.wait_for(r"going on with 1 of 2 workers")
     run.finish([0, 1])
     assert_same(tensors(run.model_dir), whole)
