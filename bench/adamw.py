@@ -26,7 +26,9 @@ def main() -> None:
     m, v, gradient = zeros(n, torch.float32), zeros(n, torch.float32), torch.randn(n).bfloat16()
     step = AdamWStep(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, step=10, divisor=1.0)
     weight = Halves(wire, remainder, m, v, gradient, 0.1)
-    spare = Halves(*(zeros(n, t.dtype).fill_(1) for t in weight[:4]), gradient, 0.1)
+    halves = [zeros(n, half.dtype).fill_(1) for half in (wire, remainder)]
+    moments = [zeros(n, torch.float32).fill_(1) for _ in range(2)]
+    spare = Halves(halves[0], halves[1], moments[0], moments[1], gradient, 0.1)
     for threads in args.threads:
         ours_s = best(lambda t=threads: adamw([weight], step, threads=t))
         print(f"ours, {threads:3} threads {rate(n, ours_s, 26)}")
