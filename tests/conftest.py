@@ -33,10 +33,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def same_kernels() -> Iterator[None]:
     """On a CPU without bf16, PyTorch gives up oneDNN for the whole process at the first bf16 product, and fp32 rounds
-    otherwise from then on: no test leaves that to the next."""
+    otherwise from then on: no file of tests leaves that to the next."""
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].backends.mkldnn.set_flags(True)

@@ -190,6 +190,10 @@ def test_ranks_that_are_killed_and_a_link_that_is_cut(job: Any, whole: dict) -> 
     assert_same(tensors(run.model_dir), whole)
 
 
+@pytest.mark.skipif(
+    "OPENWAFER_LOSSY" not in os.environ,
+    reason="which heartbeat gives up first, ours or the launcher's, is a race that takes minutes: set OPENWAFER_LOSSY",
+)
 def test_a_link_that_loses_half_its_packets(job: Any, whole: dict) -> None:
     """The host behind it is given up, and the other worker does its share. Who notices first depends on which packets
     are lost: we, or the launcher's own heartbeat, which then ends our ranks before they can say anything."""
