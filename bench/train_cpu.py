@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from train_gpu import Checkpointed
 
 from openwafer.graph import capture
 from openwafer.graph.deferred import deferred, initialise
@@ -126,17 +126,6 @@ def streamed(config: ModelConfig, args: argparse.Namespace, *, recompute: bool) 
     buffers = dict(initialise(module, [name for name in graph.buffers if name not in graph.constants], 0))
     engine = Streamed(graph, store, buffers, optimizer_config, lambda step: 1.0, 0, recompute=recompute)
     return lambda batch: engine.step([batch]).loss
-
-
-class Checkpointed(nn.Module):
-    """A block that recomputes its inside in backward."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, *args, **kwargs):
-        return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
 
 
 def in_memory(config: ModelConfig, *, recompute: bool) -> Step:

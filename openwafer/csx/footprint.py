@@ -15,7 +15,7 @@ from openwafer.graph import Graph, Unit
 from openwafer.graph.run import backward_unit, forward_unit, needs_gradient
 from openwafer.memoryx.placement import shown
 
-_MARGIN = 0.03  # what the allocator cannot use between blocks, measured on GPTs of 0.1B to 13B
+_MARGIN = 0.03  # for what the allocator cannot use between blocks
 
 
 @dataclass(frozen=True, kw_only=True)

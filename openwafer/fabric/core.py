@@ -5,6 +5,7 @@ fabric instructions read their memory operands when issued and write memory or r
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -349,14 +350,17 @@ class Core:
             self.activated.add(int(row[Field.THEN]))
 
 
-class Queues:
-    """What a core sees of its input queues and its router; the machine implements it."""
+class Queues(Protocol):
+    """What a core sees of its input queues and its router."""
 
     def head(self, pe: int, colour: int, t: int) -> bool:
-        raise NotImplementedError
+        """Whether a wavelet of this colour can be taken in cycle `t`."""
+        ...
 
     def pop(self, pe: int, colour: int) -> int:
-        raise NotImplementedError
+        """Take it."""
+        ...
 
     def advance(self, pe: int, colour: int) -> None:
-        raise NotImplementedError
+        """Move the router's switch of this colour on."""
+        ...

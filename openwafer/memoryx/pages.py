@@ -1,7 +1,6 @@
 """Host memory for large arrays: whole pages of exactly the size asked for, huge ones where the system has them.
 
-An optimizer pass over a Unit touches a gigabyte; with 4 KiB pages address translation costs it about 10 % while a
-GPU copies beside it (`bench/adamw.py`).
+An optimizer pass over a Unit touches a gigabyte: with 4 KiB pages, address translation costs it several percent.
 """
 
 import contextlib

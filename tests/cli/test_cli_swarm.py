@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import random
 import re
 import signal
 import subprocess
@@ -13,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_run import assert_same, tensors, write_params
 
 from openwafer.checkpoint import Checkpoint, latest
 from openwafer.cli.main import main
-from openwafer.data.prepare import PrepareConfig, prepare
 from openwafer.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -28,22 +27,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 def params(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with dropout and clipping, five micro-batches per step."""
     folder = tmp_path_factory.mktemp("swarm")
-    words = ["wafer", "stream", "weight", "layer", "mesh", "of", "the", "a", "is", "sent"]
-    rng = random.Random(0)
-    text = folder / "text.txt"
-    text.write_text(" ".join(rng.choice(words) for _ in range(20_000)))
-    prepare([text], folder / "tokens", PrepareConfig(vocab_size=300, val_fraction=0.1))
-    file = folder / "params.yaml"
-    file.write_text(
-        f"""
-model: {{hidden_size: 32, num_hidden_layers: 2, num_heads: 4, vocab_size: 300, max_position_embeddings: 16,
-         dropout: 0.1}}
-data: {{path: {folder / "tokens"}}}
-train: {{num_steps: {STEPS}, batch_size: 10, micro_batch_size: 2, checkpoint_every: 5, eval_batches: 2}}
-optimizer: {{lr: 0.01, max_grad_norm: 0.5}}
-"""
-    )
-    return file
+    return write_params(folder, num_steps=STEPS, batch_size=10)
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +38,7 @@ def whole(params: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     model_dir = tmp_path_factory.mktemp("whole")
     assert main(["train", "--params", str(params), "--model_dir", str(model_dir)]) == 0
     torch.set_num_threads(before)
-    return tensors(model_dir)
-
-
-def tensors(model_dir: Path) -> dict[str, torch.Tensor]:
-    folder = latest(model_dir)
-    assert folder is not None
-    stored = Checkpoint.open(folder)
-    assert stored.step == STEPS
-    return {name: stored.read(name) for name in stored.names()}
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
+    return tensors(model_dir, STEPS)
 
 
 class Run:
@@ -146,7 +116,7 @@ def test_stopped_with_four_workers_it_goes_on_with_two(params: Path, whole: dict
     assert 7 <= Checkpoint.open(stopped).step < STEPS
     again = Run(params, tmp_path, "--num_csx", "2", "--mode", "train_and_eval")
     assert again.finish() == 0, again.text
-    assert_same(tensors(tmp_path), whole)
+    assert_same(tensors(tmp_path, STEPS), whole)
     last = read_metrics(tmp_path / "metrics.jsonl")[-1]
     assert last["broadcast_bytes"] > 2 * 2 * 4 * 35_000, "forward and backward, two workers, fp32"
     assert last["reduced_bytes"] > 0
@@ -169,7 +139,7 @@ def test_killed_and_stopped_workers_are_replaced(params: Path, whole: dict, tmp_
     os.kill(stopped, signal.SIGSTOP)
     run.until(rf"csx 0 \(process {stopped}\) was lost: nothing was heard of it for 2 s; going on from step 1\d with 2")
     assert run.finish() == 0, run.text
-    assert_same(tensors(tmp_path), whole)
+    assert_same(tensors(tmp_path, STEPS), whole)
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, STEPS + 1))
     assert_gone([killed, stopped, *first.values(), *run.csx.values()])
 
@@ -185,7 +155,7 @@ def test_when_the_launcher_dies_the_workers_end_and_the_same_command_resumes(
     again = Run(params, tmp_path, "--num_csx", "3")
     assert again.finish() == 0, again.text
     assert "resuming from" in again.text
-    assert_same(tensors(tmp_path), whole)
+    assert_same(tensors(tmp_path, STEPS), whole)
 
 
 @pytest.fixture
@@ -221,4 +191,4 @@ def test_a_full_disk_leaves_no_half_checkpoint_and_the_same_command_resumes(
     filler.unlink()
     again = Run(params, small_disk, "--num_csx", "2")
     assert again.finish() == 0, again.text
-    assert_same(tensors(small_disk), whole)
+    assert_same(tensors(small_disk, STEPS), whole)

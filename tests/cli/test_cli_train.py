@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_run import assert_same, tensors, write_params
 
 from openwafer.checkpoint import Checkpoint, latest
 from openwafer.cli.main import main
-from openwafer.data.prepare import PrepareConfig, prepare
 from openwafer.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -27,41 +27,12 @@ Forks = Any  # of conftest.py
 def params(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with dropout and clipping on a small corpus of our own."""
     folder = tmp_path_factory.mktemp("train")
-    words = ["wafer", "stream", "weight", "layer", "mesh", "of", "the", "a", "is", "sent"]
-    rng = random.Random(0)
-    text = folder / "text.txt"
-    text.write_text(" ".join(rng.choice(words) for _ in range(20_000)))
-    prepare([text], folder / "tokens", PrepareConfig(vocab_size=300, val_fraction=0.1))
-    file = folder / "params.yaml"
-    file.write_text(
-        f"""
-model: {{hidden_size: 32, num_hidden_layers: 2, num_heads: 4, vocab_size: 300, max_position_embeddings: 16,
-         dropout: 0.1}}
-data: {{path: {folder / "tokens"}}}
-train: {{num_steps: {STEPS}, batch_size: 6, micro_batch_size: 2, checkpoint_every: 5, eval_batches: 2}}
-optimizer: {{lr: 0.01, max_grad_norm: 0.5}}
-"""
-    )
-    return file
+    return write_params(folder, num_steps=STEPS, batch_size=6)
 
 
 def command(params: Path, model_dir: Path, *flags: str) -> list[str]:
     base = [sys.executable, "-m", "openwafer", "train", "--params", str(params), "--model_dir", str(model_dir)]
     return [*base, *flags]
-
-
-def tensors(model_dir: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
-    folder = latest(model_dir)
-    assert folder is not None
-    stored = Checkpoint.open(folder)
-    assert stored.step == step
-    return {name: stored.read(name) for name in stored.names()}
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +59,7 @@ def test_kept_activations_on_flash_and_a_trace_change_no_bit(
     flags = ["--recompute", "false", "--dram", "330KB", "--flash", str(tmp_path / "flash")]
     flags += ["--trace", str(trace), "--trace_steps", "3,5"]
     assert main(["train", "--params", str(params), "--model_dir", str(tmp_path / "run"), *flags]) == 0
-    assert_same(tensors(tmp_path / "run"), tensors(whole))
+    assert_same(tensors(tmp_path / "run", STEPS), tensors(whole, STEPS))
 
     events = json.loads(trace.read_text())
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -127,7 +98,7 @@ def test_resumed_after_sigkill_it_ends_with_the_same_bits(
     done = subprocess.run(command(params, tmp_path), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "resuming from" in done.stderr
-    assert_same(tensors(tmp_path), tensors(whole))
+    assert_same(tensors(tmp_path, STEPS), tensors(whole, STEPS))
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, STEPS + 1))
 
 
@@ -147,7 +118,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(params: Path, whole: Path, tm
     traced = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] == "X"]
     assert [name for name in traced if name.startswith("step ")] == [f"step {number + 1}" for number in range(step)]
     assert forks.run(*flags)[0] == 0
-    assert_same(tensors(tmp_path), tensors(whole))
+    assert_same(tensors(tmp_path, STEPS), tensors(whole, STEPS))
 
 
 def test_micro_batches_change_the_result_only_by_rounding(params: Path, whole: Path, tmp_path: Path) -> None:
@@ -171,10 +142,10 @@ def test_eval_mode_json(params: Path, whole: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_finished_run_has_nothing_left_to_do(params: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = tensors(whole)
+    before = tensors(whole, STEPS)
     assert main(["train", "--params", str(params), "--model_dir", str(whole)]) == 0
     assert "nothing left to do" in capsys.readouterr().out
-    assert_same(tensors(whole), before)
+    assert_same(tensors(whole, STEPS), before)
 
 
 @pytest.mark.parametrize(

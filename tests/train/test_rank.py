@@ -1,9 +1,7 @@
 """Runs on three hosts: real torchrun, real links, ranks killed and links cut; the weights are those of one worker."""
 
 import contextlib
-import importlib.util
 import os
-import random
 import re
 import signal
 import subprocess
@@ -13,28 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hosts as hosts_module
 import pytest
 import torch
+from tiny_run import assert_same, tensors, write_params
 
-from openwafer.checkpoint import Checkpoint, latest
 from openwafer.cli.main import main
-from openwafer.data.prepare import PrepareConfig, prepare
 
 ROOT = Path(__file__).parents[2]
 STEPS = 30
 LOST_AFTER = 8
-
-
-def _load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-hosts_module = _load(ROOT / "tests" / "hosts.py")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,22 +34,7 @@ def _can_make_hosts() -> None:
 def params(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights of more than one block, so that stripes cut through them; dropout, clipping, five micro-batches."""
     folder = tmp_path_factory.mktemp("hosts")
-    words = ["wafer", "stream", "weight", "layer", "mesh", "of", "the", "a", "is", "sent"]
-    rng = random.Random(0)
-    text = folder / "text.txt"
-    text.write_text(" ".join(rng.choice(words) for _ in range(20_000)))
-    prepare([text], folder / "tokens", PrepareConfig(vocab_size=300, val_fraction=0.1))
-    file = folder / "params.yaml"
-    file.write_text(
-        f"""
-model: {{hidden_size: 80, num_hidden_layers: 2, num_heads: 4, vocab_size: 300, max_position_embeddings: 16,
-         dropout: 0.1}}
-data: {{path: {folder / "tokens"}}}
-train: {{num_steps: {STEPS}, batch_size: 10, micro_batch_size: 2, checkpoint_every: 4, eval_batches: 2}}
-optimizer: {{lr: 0.01, max_grad_norm: 0.5}}
-"""
-    )
-    return file
+    return write_params(folder, num_steps=STEPS, batch_size=10, checkpoint_every=4, hidden_size=80)
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +45,7 @@ def whole(params: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     model_dir = tmp_path_factory.mktemp("whole")
     assert main(["train", "--params", str(params), "--model_dir", str(model_dir)]) == 0
     torch.set_num_threads(before)
-    return tensors(model_dir)
-
-
-def tensors(model_dir: Path) -> dict[str, torch.Tensor]:
-    folder = latest(model_dir)
-    assert folder is not None
-    stored = Checkpoint.open(folder)
-    assert stored.step == STEPS
-    return {name: stored.read(name) for name in stored.names()}
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
+    return tensors(model_dir, STEPS)
 
 
 class Job:
@@ -166,7 +123,7 @@ def job(tmp_path: Path, params: Path) -> Iterator[Any]:
 def test_two_stores_and_three_workers_give_the_bits_of_one(job: Any, whole: dict) -> None:
     run, _ = job([2, 2, 1], "--num_memoryx", "2", "--num_csx", "3")
     run.finish([0, 1, 2])
-    assert_same(tensors(run.model_dir), whole)
+    assert_same(tensors(run.model_dir, STEPS), whole)
 
 
 def test_ranks_that_are_killed_and_a_link_that_is_cut(job: Any, whole: dict) -> None:
@@ -187,7 +144,7 @@ def test_ranks_that_are_killed_and_a_link_that_is_cut(job: Any, whole: dict) -> 
     run.wait_for(r"was lost: ", host=2)
     run.wait_for(r"going on with 1 of 2 workers")
     run.finish([0, 1])
-    assert_same(tensors(run.model_dir), whole)
+    assert_same(tensors(run.model_dir, STEPS), whole)
 
 
 @pytest.mark.skipif(
@@ -202,4 +159,4 @@ def test_a_link_that_loses_half_its_packets(job: Any, whole: dict) -> None:
     hosts.lose_half(2)
     run.wait_for(r"going on with 1 of 2 workers")
     run.finish([0, 1])
-    assert_same(tensors(run.model_dir), whole)
+    assert_same(tensors(run.model_dir, STEPS), whole)

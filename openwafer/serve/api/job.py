@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -41,7 +42,7 @@ class Plan:
         return self.num_prompt_tokens + sum(request.sampling.max_tokens for request in self.requests)
 
 
-class Job(Generic[R]):
+class Job(ABC, Generic[R]):
     """One request from plan to settlement. Subclasses say what choices and chunks look like."""
 
     kind: ClassVar[str]
@@ -68,25 +69,27 @@ class Job(Generic[R]):
 
     # What subclasses write.
 
-    def begin(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def begin(self) -> None: ...
 
+    @abstractmethod
     def add(self, index: int, piece: Piece) -> None:
         """Collect a piece for the whole response."""
-        raise NotImplementedError
+        ...
 
-    def choices(self) -> list[dict[str, Any]]:
-        raise NotImplementedError
+    @abstractmethod
+    def choices(self) -> list[dict[str, Any]]: ...
 
-    def finish_reasons(self) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def finish_reasons(self) -> list[str]: ...
 
+    @abstractmethod
     def chunks(self, index: int, piece: Piece) -> list[bytes]:
         """What a piece adds to the stream."""
-        raise NotImplementedError
+        ...
 
-    def finish_chunk(self, index: int, **more: Any) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def finish_chunk(self, index: int, **more: Any) -> bytes: ...
 
     # What is the same for all.
 
