@@ -7,8 +7,8 @@ import torch
 
 from openwafer.kernels.adamw import AdamWStep, Halves, adamw
 from openwafer.kernels.compiled import library
-from openwafer.memoryx.pages import zeros
 from openwafer.memoryx.wire import split
+from openwafer.pages import zeros
 
 
 def main() -> None:

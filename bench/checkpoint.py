@@ -7,7 +7,8 @@ The default is a GPT of 200M parameters with AdamW state: 2.4 GB; `--hidden_size
 checkpoint; the ratio is the median over the repeats. Writing a checkpoint is bound by the disk or by the cores that
 hash it: `cpu_limit_gb_s` is what all cores together could hash, copy and write. The stall is how much longer the same
 steps take with a checkpoint begun before them, in steps; where cores are few that includes the cores' share that
-hashing and writing take.
+hashing and writing take. The first checkpoint's is told apart: it is the first to touch the memory for copies, which a
+virtual machine has to ask its host for.
 """
 
 import argparse
@@ -35,7 +36,6 @@ from openwafer.train.saver import Saver
 from openwafer.train.streamed import Streamed, fill
 
 CHUNK_BYTES = 8 << 20
-CONTEXT = 32
 
 
 def disk_rate(folder: Path, num_bytes: int) -> float:
@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure (default: temporary files)")
     parser.add_argument("--hidden_size", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=32, help="per step")
     parser.add_argument("--steps", type=int, default=4, help="steps with and without a checkpoint")
     parser.add_argument("--repeats", type=int, default=3, help="checkpoints whose rate is measured")
     parser.add_argument("--snapshot", type=int, default=None, help="bytes for copies of what training changes")
@@ -67,11 +68,11 @@ def main() -> None:
         num_hidden_layers=args.layers,
         num_heads=args.hidden_size // 64,
         vocab_size=256,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=args.tokens,
     )
     with deferred():
         module = build(model)
-    ids = torch.arange(CONTEXT).view(1, CONTEXT)
+    ids = torch.randint(0, 256, (1, args.tokens))
     batch = {"input_ids": ids, "labels": ids.clone()}
     graph = capture(module.train(), (), batch)
     config, memory = OptimizerConfig(), MemoryConfig(snapshot=args.snapshot)
@@ -105,13 +106,16 @@ def measure(engine: Streamed, batch: dict, folder: Path, num_bytes: int, steps: 
         shutil.rmtree(folder / str(number))  # not timed: some file systems take long to forget
         disks.append(disk_rate(folder, num_bytes))
         ratios.append(rates[-1] / statistics.mean(disks[-2:]))
-    plain = seconds_of_steps()
-    began = time.perf_counter()
-    saver.start(repeats, engine.freeze)
-    with_checkpoint = seconds_of_steps()
-    saver.wait()
-    took = time.perf_counter() - began
-    plain = (plain + seconds_of_steps()) / 2
+    plain, stalls, took = [seconds_of_steps()], [], []
+    for number in range(repeats, 2 * repeats + 1):
+        began = time.perf_counter()
+        saver.start(number, engine.freeze)
+        with_checkpoint = seconds_of_steps()
+        saver.wait()
+        took.append(time.perf_counter() - began)
+        shutil.rmtree(folder / str(number))
+        plain.append(seconds_of_steps())
+        stalls.append(with_checkpoint / statistics.mean(plain[-2:]) * steps - steps)
     saver.close()
     cpu_s = statistics.median(used)
     return {
@@ -124,9 +128,10 @@ def measure(engine: Streamed, batch: dict, folder: Path, num_bytes: int, steps: 
         "cpu_s_per_gb": round(cpu_s / (num_bytes / 1e9), 3),
         "cpu_limit_gb_s": round((os.cpu_count() or 1) * num_bytes / cpu_s / 1e9, 3),
         "load": round(os.getloadavg()[0], 1),
-        "step_s": round(plain / steps, 3),
-        "background_save_s": round(took, 3),
-        "stall_steps": round((with_checkpoint - plain) / (plain / steps), 3),
+        "step_s": round(statistics.median(plain) / steps, 3),
+        "background_save_s": round(statistics.median(took[1:]), 3),
+        "first_stall_steps": round(stalls[0], 3),
+        "stall_steps": round(statistics.median(stalls[1:]), 3),
         "target_stall_steps": 1.0,
     }
 

@@ -33,6 +33,9 @@ from openwafer.models.config import ModelConfig
 from openwafer.train.streamed import Streamed, fill
 
 CHUNK_BYTES = 8 << 20
+BUFFER_BYTES = (
+    256 << 20
+)  # as large as an array: out of the processor's caches, which a virtual disk's copies go through
 TARGET = 0.80
 
 
@@ -41,7 +44,9 @@ def disk_rates(folder: Path, num_bytes: int) -> dict[str, float]:
     direct = has_direct(folder)
     if not direct:
         print(f"note: {folder} has no O_DIRECT, so the page cache takes part", file=sys.stderr)
-    memory = bytes_of(aligned_bytes(CHUNK_BYTES).random_(0, 256))  # virtual disks write zeros faster than anything else
+    memory = bytes_of(
+        aligned_bytes(BUFFER_BYTES).random_(0, 256)
+    )  # virtual disks write zeros faster than anything else
     path = folder / "sequential"
     rates = {}
     # The first writing also allocates: rates are of a file that is there, as the tier's files are after a pass.
@@ -50,7 +55,8 @@ def disk_rates(folder: Path, num_bytes: int) -> dict[str, float]:
         began = time.perf_counter()
         with opened(path, flags, direct=direct) as descriptor:
             for offset in range(0, num_bytes, CHUNK_BYTES):
-                (read_fully if kind == "read" else write_fully)(descriptor, memory, offset)
+                chunk = memory[offset % BUFFER_BYTES :][:CHUNK_BYTES]
+                (read_fully if kind == "read" else write_fully)(descriptor, chunk, offset)
             if kind != "read":
                 os.fdatasync(descriptor)
         rates[kind] = num_bytes / (time.perf_counter() - began)

@@ -5,7 +5,6 @@ Where a file system has no O_DIRECT (tmpfs, some network ones) the same calls go
 
 import contextlib
 import errno
-import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from openwafer.pages import mapped
 
 BLOCK_BYTES = 4096  # offsets, lengths and addresses of direct I/O are multiples of this
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -25,8 +26,7 @@ def rounded_up(num_bytes: int) -> int:
 
 def aligned_bytes(num_bytes: int) -> Tensor:
     """A page-aligned uint8 tensor of zeros, exactly as many pages as asked for and untouched until written."""
-    length = max(rounded_up(num_bytes), BLOCK_BYTES)
-    return torch.frombuffer(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    return torch.from_numpy(mapped(max(rounded_up(num_bytes), BLOCK_BYTES)))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

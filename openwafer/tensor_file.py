@@ -7,6 +7,7 @@ A file's `digest` is the SHA-256 of the SHA-256s of its pieces: the header (with
 `CHUNK_BYTES`. One core hashes more slowly than a good disk writes; pieces can be hashed by several.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from openwafer.direct_io import aligned_bytes, bytes_of, open_file, rounded_up, 
 CHUNK_BYTES = 4 << 20
 HEADER_BYTES = 32 << 10  # room for the header, unless one tensor needs more
 _NUM_THREADS = min(6, (os.cpu_count() or 1) + 2)  # some hash while others wait for the disk
+_NICENESS = 10  # a tenth of a core that is wanted by others as well, all of one that is not
 _FIXED_BYTES = 16  # of a header without entries
 _DTYPES = {
     torch.float64: "F64",
@@ -47,7 +49,7 @@ class ChunkPool:
     """Threads, and the chunks that they work on: whoever takes one waits until one is free."""
 
     def __init__(self, num_threads: int = _NUM_THREADS) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="chunks")
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="chunks", initializer=_yield_to_others)
         self._free: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         for _ in range(num_threads + 1):
             self._free.put(None)  # allocated when they are needed
@@ -175,6 +177,12 @@ class TensorFile:
         os.fsync(self._file)
         self.close()
         self.digest = _joined([hashlib.sha256(memory).digest(), *self._digests])
+
+
+def _yield_to_others() -> None:
+    """Training that goes on meanwhile has the processor first: each of its steps waits for the slowest thread."""
+    with contextlib.suppress(OSError, AttributeError):  # a system whose threads have no priority of their own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def header_bytes_for(name: str, tensor: Tensor) -> int:

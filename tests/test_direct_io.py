@@ -23,7 +23,7 @@ def test_a_buffer_is_not_rounded_up_to_a_power_of_two(num_bytes: int) -> None:
     buffer = aligned_bytes(num_bytes)
     assert buffer.data_ptr() % BLOCK_BYTES == 0
     assert num_bytes <= buffer.numel() < num_bytes + BLOCK_BYTES
-    assert num_bytes <= mapped_bytes() - before < num_bytes + (1 << 20)
+    assert num_bytes <= mapped_bytes() - before < num_bytes + (3 << 20)  # as much as it takes to begin at a huge page
     del buffer
     assert mapped_bytes() - before < 1 << 20
 

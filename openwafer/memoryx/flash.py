@@ -18,7 +18,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,6 +91,11 @@ class FlashTier:
         self._lock = _take(folder)
         self.direct = has_direct(folder)
         self._queue = TransferQueue(num_threads, self._finished)
+
+    @property
+    def num_bytes_moved(self) -> tuple[int, int]:
+        """Read from and written to files so far."""
+        return self._queue.num_bytes_read, self._queue.num_bytes_written
 
     # Arrays
 
@@ -173,8 +178,8 @@ class FlashTier:
     def preserve(self, key: Key) -> None:
         pass
 
-    def kept(self) -> list[Key]:
-        return []
+    def pick(self, keys: Sequence[Key]) -> Key | None:
+        return None
 
     def read_frozen(self, key: Key, start: int, num_elements: int) -> Tensor:
         with self._changed:
@@ -267,15 +272,9 @@ class FlashTier:
         free = self._free.get(array.buffer_bytes)
         if free:
             return free.pop()
-        try:
-            buffer = self._allocate(array.buffer_bytes)
-            self._used_bytes += array.buffer_bytes
-            return buffer
-        except OSError as error:
-            raise UserError(
-                f"cannot get {array.buffer_bytes:,} bytes of memory for a flash buffer ({error.strerror}): "
-                "give less DRAM to weights, or more to the process"
-            ) from None
+        buffer = self._allocate(array.buffer_bytes)
+        self._used_bytes += array.buffer_bytes
+        return buffer
 
     # Transfers (all with the condition held)
 

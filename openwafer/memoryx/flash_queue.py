@@ -58,6 +58,8 @@ class TransferQueue:
 
     def __init__(self, num_threads: int, finished: Callable[[Transfer], None]) -> None:
         self._finished = finished
+        self.num_bytes_read = 0
+        self.num_bytes_written = 0
         self._reads: deque[Transfer] = deque()
         self._writes: deque[Transfer] = deque()
         self._added = threading.Condition()
@@ -98,6 +100,11 @@ class TransferQueue:
                 transfer.move(start)
             with self._added:
                 transfer.num_running -= 1
+                moved = len(transfer.memory[start : start + CHUNK_BYTES])
+                if transfer.is_read:
+                    self.num_bytes_read += moved
+                else:
+                    self.num_bytes_written += moved
                 if transfer.error is not None and transfer in waiting:
                     waiting.remove(transfer)
                 is_last = transfer.num_running == 0 and transfer.is_taken

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from openwafer.errors import UserError
-from openwafer.memoryx.pages import mapped
 from openwafer.memoryx.store import WIRE
 from openwafer.memoryx.tier import DramTier, Key
+from openwafer.pages import mapped
 
 
 def pinned(num_elements: int, dtype: torch.dtype) -> Tensor:

@@ -23,9 +23,9 @@ class Snapshot:
 
     def __init__(self, graph: Graph, segments: Mapping[str, Mapping[str, Segment]], tiers: Mapping[Key, Tier]) -> None:
         self._tiers = tiers
-        self._left: dict[Key, list[tuple[str, Segment]]] = {}  # in the order of the next updates: the last Unit first
+        self._left: dict[Key, list[tuple[str, Segment]]] = {}  # of what is not read yet
         self._remainders: dict[str, Segment] = {}  # of the weights that have one
-        for unit in reversed(graph.units):
+        for unit in graph.units:
             for weight in graph.owned(unit):
                 parts = dict(segments[weight.name])
                 if REMAINDER in parts:
@@ -53,12 +53,11 @@ class Snapshot:
                 self._tiers[done].drop_frozen(done)
 
     def _next(self) -> Key:
-        """What training waits for or has made a copy of, else what it will change next."""
+        """What a tier would have read now, because training is about to change it; else the first."""
         for tier in self._distinct:
-            for unit, field in tier.kept():
-                key = (unit, WIRE if field == REMAINDER else field)
-                if key in self._left:
-                    return key
+            keys = [key for key in self._left if self._tiers[key] is tier]
+            if keys and (picked := tier.pick(keys)) is not None:
+                return picked
         return next(iter(self._left))
 
     def _value(self, segment: Segment) -> Tensor:

@@ -8,12 +8,13 @@ While frozen, a tier keeps what every array held at that moment, for a checkpoin
 """
 
 import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from openwafer.memoryx.pages import zeros
+from openwafer.pages import zeros
 
 Key = tuple[int, str]  # (index of the Unit, field such as "wire" or "m")
 
@@ -50,8 +51,8 @@ class Tier(Protocol):
         """Comes before a change of a loaded array; may wait until memory for the old content is free."""
         ...
 
-    def kept(self) -> list[Key]:
-        """Keys best read next: one that `preserve` waits for, then those whose old content takes up memory."""
+    def pick(self, keys: Sequence[Key]) -> Key | None:
+        """Which of these arrays is best read next, of those that are frozen and not read yet; None: any."""
         ...
 
     def read_frozen(self, key: Key, start: int, num_elements: int) -> Tensor:
@@ -83,7 +84,8 @@ class DramTier:
         self._frozen: set[Key] = set()  # content not yet read
         self._copies: dict[Key, Tensor] = {}  # old content of frozen arrays that have changed since
         self._reading: set[Key] = set()  # frozen arrays that are being read where they are
-        self._wanted: Key | None = None  # what `preserve` waits for
+        self._wanted: Key | None = None  # what `preserve` was last called for since `freeze`
+        self._is_waiting = False  # whether that call waits
 
     @property
     def num_bytes(self) -> int:
@@ -115,14 +117,16 @@ class DramTier:
     def freeze(self) -> None:
         with self._changed:
             self._frozen = set(self._arrays)
+            self._wanted = None
 
     def preserve(self, key: Key) -> None:
         with self._changed:
-            self._wanted = key
+            self._wanted, self._is_waiting = key, True
             self._changed.wait_for(lambda: not self._must_wait(key))
-            self._wanted = None
+            self._is_waiting = False
             if key in self._frozen and key not in self._copies:
-                self._copies[key] = self._arrays[key].clone()
+                self._copies[key] = copy = zeros(self._arrays[key].numel(), self._arrays[key].dtype)
+                copy.copy_(self._arrays[key])
 
     def _must_wait(self, key: Key) -> bool:
         """While the old content is being read in place, or there is no room for a copy and others will go."""
@@ -134,10 +138,16 @@ class DramTier:
         fits = self._snapshot_bytes is None or used + self._arrays[key].nbytes <= self._snapshot_bytes
         return not fits
 
-    def kept(self) -> list[Key]:
+    def pick(self, keys: Sequence[Key]) -> Key | None:
+        """What training waits for. Else what is farthest from where it is now and not copied yet: next to it, each of
+        its changes would wait until the array has been read."""
         with self._changed:
-            waited_for = [self._wanted] if self._wanted is not None and self._must_wait(self._wanted) else []
-            return [*waited_for, *self._copies]
+            wanted = self._wanted
+            if wanted is None:
+                return None
+            if self._is_waiting:
+                return min(keys, key=lambda key: (key != wanted, abs(key[0] - wanted[0])))
+            return max(keys, key=lambda key: (key not in self._copies, abs(key[0] - wanted[0])))
 
     def read_frozen(self, key: Key, start: int, num_elements: int) -> Tensor:
         with self._changed:

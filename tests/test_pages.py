@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from openwafer.errors import UserError
-from openwafer.memoryx.pages import mapped, zeros
+from openwafer.pages import mapped, zeros
 
 
 @pytest.mark.parametrize("num_elements", [0, 5, 1 << 20, (1 << 23) + 1])
