@@ -247,6 +247,9 @@ class Checkpoint:
         """Tensor names, in the order they were saved; for instance of the group `weights/`."""
         return [name for name in self._tensors if name.startswith(prefix)]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name]["shape"])
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor, mapped from its file. The file's checksum is checked before its first use."""
         if name not in self._tensors:

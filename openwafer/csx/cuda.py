@@ -69,6 +69,7 @@ class Inbox:
         thread = threading.Thread(target=self._fill, args=(units, arrivals, stop), daemon=True)
         thread.start()
         compute = torch.cuda.current_stream(self.device)
+        slots: Any = {}
         try:
             for unit in units:
                 slots = arrivals.get()
@@ -81,8 +82,11 @@ class Inbox:
                 yield unit, {name: segment.of(slots[segment.key].memory) for name, segment in segments.items()}
                 self.computed()
                 self._done(slots.values(), compute)
+                slots = {}
         finally:
             self._computing = None
+            if isinstance(slots, dict):
+                self._done(slots.values(), compute)  # of a Unit that was given up
             stop.set()
             with self._changed:
                 self._changed.notify_all()
@@ -106,19 +110,22 @@ class Inbox:
             self._changed.notify_all()
 
     def _fill(self, units: Sequence[Unit], arrivals: queue.Queue[Any], stop: threading.Event) -> None:
+        slots: dict[Key, Slot] = {}
         try:
             for position, unit in enumerate(units):
                 for coming in units[position : position + 2]:
                     self.store.prefetch(coming)
-                slots = {}
                 for key in self.store.wires(unit):
                     slot = self._take(key, stop)
                     if slot is None:
                         return
                     slots[key] = slot
                 arrivals.put(slots)
+                slots = {}
         except BaseException as error:  # noqa: BLE001 - raised where the weights are awaited
             arrivals.put(error)
+        finally:
+            self._done(slots.values(), torch.cuda.current_stream(self.device))  # of a pass that was given up
 
     def _take(self, key: Key, stop: threading.Event) -> Slot | None:
         """A slot with this array, copied in if it is not there; None when the pass was given up."""

@@ -16,6 +16,7 @@ from openwafer.graph.run import backward_unit, forward_unit, needs_gradient
 from openwafer.memoryx.placement import shown
 
 _MARGIN = 0.03  # for what the allocator cannot use between blocks
+_GRADIENTS = 3  # of Units: one being made, one on its way out, one that waits for a buffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,9 @@ def measure(
     graph: Graph, num_micro_batches: int, num_slots: int, device: torch.device, *, recompute: bool = True
 ) -> Footprint:
     """Runs each distinct Unit on `device`; a Unit that does not fit there at all raises UserError."""
+    # As the inbox does: a Unit that uses weights of several owners takes a slot for each.
+    owner = {weight.name: unit.index for unit in graph.units for weight in graph.owned(unit)}
+    num_slots = max([num_slots, *(len({owner[name] for name in unit.weights}) + 1 for unit in graph.units)])
     itemsize = max((weight.spec.dtype.itemsize for weight in graph.weights.values()), default=4)
     largest = max(graph.flat_elements(unit) for unit in graph.units)
     sums = 0
@@ -56,7 +60,7 @@ def measure(
     in_flight = max((spec.num_bytes for spec in graph.values.values()), default=0)  # gradient of a value
     return Footprint(
         weight_bytes=num_slots * largest * itemsize,
-        gradient_bytes=sums + 2 * largest * itemsize,
+        gradient_bytes=sums + _GRADIENTS * largest * (4 if sums else itemsize),
         activation_bytes=num_micro_batches * (kept + in_flight),
         working_bytes=max(_working_bytes(graph, unit, device) for unit in units.values()),
     )

@@ -74,6 +74,7 @@ def adamw(
     built = library("adamw")
     if built is None:
         return _adamw_without_library(weights, step, to)
+    assert len({weight.gradient.dtype for weight in weights}) <= 1, "gradients of several types"
     array = (_Weight * len(weights))()
     for slot, weight, target in zip(array, weights, to or weights, strict=True):
         tensors = (*weight[:4], *target[:4], weight.gradient)

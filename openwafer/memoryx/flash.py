@@ -156,7 +156,10 @@ class FlashTier:
             self._wait(lambda: not any(array.dirty or array.writing for array in self._arrays.values()))
 
     def close(self) -> None:
-        """Stop, and remove the files."""
+        """Stop, and remove the files. Whoever waits for an array is told."""
+        with self._changed:
+            self._error = self._error or UserError(f"flash folder {self.folder} was closed while it was in use")
+            self._changed.notify_all()
         self._queue.close()
         for array in self._arrays.values():
             for version in (0, 1):
@@ -321,7 +324,10 @@ class FlashTier:
                 array.writing = False
                 if array.dirty and not array.pins and self._error is None:
                     self._start_write(array)  # changed again while it was being written
-            self._follow_hints()
+            try:
+                self._follow_hints()
+            except UserError as error:  # no memory for a buffer: for whoever waits, this thread has other work
+                self._error = self._error or error
             self._changed.notify_all()
 
     def _wait(self, condition: Callable[[], bool]) -> None:

@@ -61,6 +61,9 @@ def _adamw(optimizer: Optimizer, pairs: Sequence[tuple[Item, Item]], lr_scale: f
         divisor=numbers.divisor,
         factor=1.0 if numbers.factor is None else numbers.factor,
     )
+    # All in one type: a weight with several uses has an fp32 sum although others are bf16.
+    dtype = max((item.gradient.dtype for item, _ in pairs), key=lambda dtype: dtype.itemsize)
+    pairs = [(item._replace(gradient=item.gradient.to(dtype)), target) for item, target in pairs]
     weights, targets = ([_halves(optimizer, pair[place]) for pair in pairs] for place in (0, 1))
     if pairs[0][0].wire.is_cuda:  # there the definition runs: the same bits as the C pass on the host
         is_finite = all([adamw_reference(weight, step) for weight in weights])

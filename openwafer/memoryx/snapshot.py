@@ -66,7 +66,8 @@ class Snapshot:
         if len(first) == count:
             return first.view(segment.shape)
         value = self._room(count, first.dtype)
-        for start in range(0, count, _PIECE):
+        value[: len(first)] = first
+        for start in range(len(first), count, _PIECE):
             length = min(_PIECE, count - start)
             value[start : start + length] = tier.read_frozen(segment.key, segment.offset + start, length)
         return value.view(segment.shape)

@@ -25,10 +25,9 @@ Shape = tuple[tuple[str, int], ...]  # fields and lengths of a Unit's arrays
 
 @dataclass(eq=False)
 class Guess:
-    """The state of a Unit as it is if the step is applied with `numbers`."""
+    """The state of a Unit as it is if the guess is right."""
 
     unit: Unit
-    numbers: UpdateNumbers
     arrays: dict[Key, Tensor]
     is_finite: bool
 
@@ -67,8 +66,8 @@ class Speculation:
         try:
             update_halves(self.store.optimizer, olds, numbers, to=news)
         except UserError:
-            return Guess(unit, numbers, arrays, is_finite=False)
-        return Guess(unit, numbers, arrays, is_finite=True)
+            return Guess(unit, arrays, is_finite=False)
+        return Guess(unit, arrays, is_finite=True)
 
     def commit(self, guess: Guess) -> bool:
         """The guess was right: take it over. False: it cannot be, and was dropped; make the update itself."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from openwafer.errors import UserError
 from openwafer.graph import Unit
 
 
@@ -115,13 +116,13 @@ class Updater:
     def wait(self, unit: int) -> None:
         """Until no update of this Unit is under way."""
         with self._changed:
-            self._changed.wait_for(lambda: unit not in self._busy or self._error is not None)
+            self._changed.wait_for(lambda: unit not in self._busy or self._is_over)
             self._raise()
 
     def drain(self) -> None:
         """Until all updates are done."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._busy or self._error is not None)
+            self._changed.wait_for(lambda: not self._busy or self._is_over)
             self._raise()
 
     def close(self) -> None:
@@ -130,9 +131,15 @@ class Updater:
             self._changed.notify_all()
         self._thread.join()
 
+    @property
+    def _is_over(self) -> bool:
+        return self._error is not None or self._is_closed
+
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
+        if self._is_closed and self._busy:
+            raise UserError("training was closed before its last updates were done")
 
     def _run(self) -> None:
         while (job := self._next()) is not None:

@@ -91,9 +91,7 @@ class Assembly:
             fill(store, cut_values(self.part, initialise(plan.module, self.part.graph.weights, plan.seed)))
             return _typed(graph, dict(initialise(plan.module, names, plan.seed)))
         has = set(stored.names())
-        missing = sorted(name for name in graph.weights if f"weights/{name}" not in has)
-        if missing:
-            raise UserError(f"{stored.folder} holds another model: it has no {missing[0]!r}")
+        _check_same_model(graph, stored)
         restore(store, cut_reader(self.part, stored.read), with_state=stored.step > 0)
         # Imported weights come without the buffers that the model computes for itself.
         lacking = [name for name in names if f"buffers/{name}" not in has]
@@ -108,6 +106,22 @@ class Assembly:
 
     def close(self) -> None:
         close_tiers(self.tiers)
+
+
+def _check_same_model(graph: Graph, stored: Checkpoint) -> None:
+    """A model whose Units changed since the checkpoint is another model."""
+    shapes = {name.removeprefix("weights/"): stored.shape(name) for name in stored.names("weights/")}
+    for name, weight in graph.weights.items():
+        if name not in shapes:
+            raise UserError(f"{stored.folder} holds another model: it has no {name!r}")
+        if shapes[name] != tuple(weight.spec.shape):
+            raise UserError(
+                f"{stored.folder} holds another model: {name!r} is {list(shapes[name])} there and "
+                f"{list(weight.spec.shape)} here"
+            )
+    extra = sorted(shapes.keys() - graph.weights.keys())
+    if extra and stored.step > 0:  # imported weights may have some that the model never reads
+        raise UserError(f"{stored.folder} holds another model: it has {extra[0]!r}, which this one has not")
 
 
 def _typed(graph: Graph, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,18 +1,16 @@
-"""What a training engine is: one step on a global batch, evaluation, and the state a checkpoint holds."""
+"""What the training engines give: the result of a step, the state that a checkpoint holds, a mean loss."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from openwafer.csx.loss import LossNames
 from openwafer.csx.worker import MicroBatch
 from openwafer.errors import UserError
-from openwafer.graph import Graph
 
-__all__ = ["Engine", "Frozen", "MicroBatch", "StepResult", "mean_loss"]
+__all__ = ["Frozen", "MicroBatch", "StepResult", "mean_loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,26 +25,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Frozen:
-    """The state at one moment: what `Engine.tensors` gave then, for another thread. `close` must be called."""
+    """The state at one moment: what an engine's `tensors` gave then, for another thread. `close` must be called."""
 
     tensors: Iterator[tuple[str, Tensor]]
     close: Callable[[], None]
-
-
-class Engine(Protocol):
-    """The reference and the streamed trainer, seen from the loop."""
-
-    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """One update on the global batch, given as its fixed list of micro-batches."""
-        ...
-
-    def evaluate(self, micro_batches: Sequence[MicroBatch], graph: Graph) -> float:
-        """Mean loss of `graph` (the model captured in eval mode) with the current weights."""
-        ...
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """`weights/<name>`, `buffers/<name>`, `optimizer/<kind>/<name>` and `guard/state`, one at a time."""
-        ...
 
 
 def mean_loss(names: LossNames, results: Iterable[dict[str, Tensor]]) -> float:

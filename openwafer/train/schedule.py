@@ -92,8 +92,8 @@ class ScheduleConfig:
 # Options that only some kinds have; what would do nothing is refused.
 _KINDS_OF = {
     "warmup_steps": ("constant", "linear", "cosine", "piecewise"),
-    "total_steps": ("constant", "linear", "cosine"),
-    "min_ratio": ("constant", "linear", "cosine"),
+    "total_steps": ("linear", "cosine"),
+    "min_ratio": ("linear", "cosine"),
     "pieces": ("piecewise",),
     "parts": ("sequence",),
 }

@@ -3,6 +3,7 @@
 Equals `reference.py` bit for bit. Where nothing can veto a step, updates start while backward is still going on.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -57,14 +58,16 @@ class Streamed:
         self.swarm = swarm
         self.guard = guard.Guard(config)
         self.num_steps_done = num_steps_done
+        self._is_half_done = False  # some Units are a step ahead of the others
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """One update on the global batch, given as its fixed list of micro-batches."""
+        self._check_whole()
         device = self.link.device
         lr = self.config.lr * self.schedule(self.num_steps_done)
         local = [pytree.tree_map_only(Tensor, lambda t: t.to(device), dict(batch)) for batch in micro_batches]
         # Units set the random state; the caller keeps its own.
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _memory_errors():
             done = self.worker.forward(self.link.stream, local, self.buffers, self.num_steps_done)
             if not math.isfinite(done.loss):
                 norm = math.nan
@@ -76,7 +79,19 @@ class Streamed:
         if is_good:
             self.buffers.update(done.updates)
         self.num_steps_done += 1
+        self._is_half_done = False
         return StepResult(loss=done.loss, grad_norm=norm, lr=lr, skipped=not is_good)
+
+    def _check_whole(self) -> None:
+        if self._is_half_done:
+            raise UserError(
+                f"step {self.num_steps_done + 1} ended after some Units were updated: this run cannot go on and cannot "
+                "be saved; the last checkpoint is intact, resume from it"
+            )
+
+    def _apply(self, parcel: Parcel, numbers: UpdateNumbers) -> None:
+        self._is_half_done = True
+        self.link.apply(parcel, numbers)
 
     def _numbers(self, done: Pass, lr: float) -> UpdateNumbers:
         return UpdateNumbers(
@@ -87,22 +102,18 @@ class Streamed:
 
     def _immediate_updates(self, done: Pass, numbers: UpdateNumbers) -> float:
         """Each Unit is updated as soon as its gradients are there."""
-        sums: list[Tensor] = []
+        sums: dict[Unit, list[Tensor]] = {}
         limited = dataclasses.replace(numbers, max_value=self.config.max_grad_value)
         for unit, gradients in self.worker.backward(self.link.stream, done, self.guard.scale):
             if not gradients:
                 continue
-            mine = self._squares(unit, gradients)
+            mine = sums[unit] = self._squares(unit, gradients)
             # On a GPU this test would wait for it; there the optimizer finds what is not finite.
             if self.link.device.type == "cpu" and not math.isfinite(global_norm(mine)):
-                raise UserError(
-                    f"{_not_finite(done, unit, gradients)}: later Units were already updated, so this run cannot go "
-                    "on; the last checkpoint is intact, resume from it with a lower learning rate or with clipping"
-                )
-            sums += mine
-            self.link.apply(self.link.send(unit, gradients), limited)
-        norm = self._norm(sums) / numbers.divisor
-        self.guard.judge(done.loss, norm, lambda: _bad_norm(done))
+                raise UserError(f"{_not_finite(done, unit, gradients)}: {_TOO_LATE}")
+            self._apply(self.link.send(unit, gradients), limited)
+        norm = self._norm(_joined(sums)) / numbers.divisor
+        self.guard.judge(done.loss, norm, lambda: UserError(f"{_bad_gradients(done, sums)}: {_TOO_LATE}"))
         return norm
 
     def _vetoable_updates(self, done: Pass, numbers: UpdateNumbers) -> tuple[float, bool]:
@@ -113,20 +124,29 @@ class Streamed:
         likely = dataclasses.replace(numbers, max_value=self.config.max_grad_value)
         sums: dict[Unit, list[Tensor]] = {}
         parcels: list[Parcel] = []
-        for unit, gradients in self.worker.backward(self.link.stream, done, self.guard.scale):
-            if gradients:
-                sums[unit] = self._squares(unit, gradients)
-                parcels.append(self.link.send(unit, gradients))
-                self.link.guess(parcels[-1], likely)
-        norm = self._norm([part for parts in sums.values() for part in parts]) / numbers.divisor
-        is_good = self.guard.judge(done.loss, norm, lambda: _bad_gradients(done, sums))
+        try:
+            for unit, gradients in self.worker.backward(self.link.stream, done, self.guard.scale):
+                if gradients:
+                    sums[unit] = self._squares(unit, gradients)
+                    parcels.append(self.link.send(unit, gradients))
+                    self.link.guess(parcels[-1], likely)
+            norm = self._norm(_joined(sums)) / numbers.divisor
+            is_good = self.guard.judge(
+                done.loss,
+                norm,
+                lambda: UserError(f"{_bad_gradients(done, sums)}: nothing was changed; lower the learning rate"),
+            )
+        except BaseException:
+            for parcel in parcels:
+                self.link.discard(parcel)  # another step needs their buffers
+            raise
         config = self.config
         factor = None if config.max_grad_value is not None else clip_factor(norm, config.max_grad_norm)
         limited = dataclasses.replace(numbers, factor=factor, max_value=config.max_grad_value)
         while parcels:  # the newest first, and its gradients are gone when it is done
             parcel = parcels.pop()
             if is_good:
-                self.link.apply(parcel, limited)
+                self._apply(parcel, limited)
             else:
                 self.link.discard(parcel)
         return norm, is_good
@@ -162,17 +182,14 @@ class Streamed:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Everything a checkpoint holds, by name; each valid until the next is asked for."""
+        self._check_whole()
         self.link.drain()
-        if self.swarm is not None and self.swarm.followers is not None:
-            frozen = self.freeze()
-            yield from frozen.tensors
-            frozen.close()
-            return
         yield from _named(self.store.read_all())
         yield from self._others()
 
     def freeze(self) -> Frozen:
         """Everything a checkpoint of this moment holds, to be read while training goes on."""
+        self._check_whole()
         self.link.drain()
         others = list(self._others())
         followers = None if self.swarm is None else self.swarm.followers
@@ -186,6 +203,17 @@ class Streamed:
         """What is not in the store: buffers are replaced, never changed, so they need no copy."""
         yield from ((f"buffers/{name}", tensor.cpu()) for name, tensor in self.buffers.items())
         yield guard.STATE, self.guard.tensor()
+
+
+@contextlib.contextmanager
+def _memory_errors() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"the GPU has not enough memory for a step ({str(error).splitlines()[0]}): give a larger --device_memory, "
+            "a smaller --micro_batch_size or a shorter context"
+        ) from None
 
 
 def on_device(graph: Graph, device: torch.device) -> Graph:
@@ -234,18 +262,21 @@ def _is_bad(unit: Unit, values: Mapping[str, Tensor]) -> bool:
     return any(name in values and not torch.isfinite(values[name]).all() for name in unit.outputs)
 
 
-def _bad_norm(done: Pass) -> UserError:
-    return UserError(f"step {done.step + 1}: the norm of the gradients overflows (loss {done.loss})")
+_TOO_LATE = (
+    "later Units were already updated, so this run cannot go on; the last checkpoint is intact, resume from it with a "
+    "lower learning rate or with clipping"
+)
 
 
-def _bad_gradients(done: Pass, sums: Mapping[Unit, Sequence[Tensor]]) -> UserError:
+def _joined(sums: Mapping[Unit, Sequence[Tensor]]) -> list[Tensor]:
+    return [part for parts in sums.values() for part in parts]
+
+
+def _bad_gradients(done: Pass, sums: Mapping[Unit, Sequence[Tensor]]) -> str:
     for unit, parts in sums.items():
         if not math.isfinite(global_norm(parts)):
-            return UserError(
-                f"step {done.step + 1}: a gradient of Unit {unit.name!r} is not finite (loss {done.loss}): "
-                "nothing was changed; lower the learning rate"
-            )
-    return _bad_norm(done)
+            return f"step {done.step + 1}: a gradient of Unit {unit.name!r} is not finite (loss {done.loss})"
+    return f"step {done.step + 1}: the norm of the gradients overflows (loss {done.loss})"
 
 
 def _not_finite(done: Pass, unit: Unit, gradients: Mapping[str, Tensor]) -> str:

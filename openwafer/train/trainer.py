@@ -64,6 +64,7 @@ class Trainer:
         self.last: StepResult | None = None
         self._engine: Streamed | None = None
         self._closer: Callable[[], object] = lambda: None  # gives back what the engine stands on
+        self._is_closed = False
         self._eval_graph: Graph | None = None
         self._resumed: checkpoint.Checkpoint | None = None
         if micro_batch_size is not None and micro_batch_size < 1:
@@ -120,14 +121,20 @@ class Trainer:
         return self._engine.evaluate(micro_batches, self._eval_graph)
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        if self._is_closed:
+            raise UserError("this trainer is closed: make another one, and load what was saved")
         if not isinstance(batch, Mapping):
-            if not batch or not all(isinstance(micro_batch, Mapping) for micro_batch in batch):
+            if (
+                isinstance(batch, Tensor)
+                or not batch
+                or not all(isinstance(micro_batch, Mapping) for micro_batch in batch)
+            ):
                 raise UserError("a batch is a mapping of names to tensors, or a list of such micro-batches, not empty")
-            return list(batch)
+            return [_own_views(micro_batch) for micro_batch in batch]
         sizes = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
         size = self.micro_batch_size
         if size is None or not sizes:
-            return [batch]
+            return [_own_views(batch)]
         if len(set(sizes.values())) > 1:
             raise UserError(f"the entries of a batch differ in their first dimension: {sizes}")
         total = next(iter(sizes.values()))
@@ -194,6 +201,12 @@ class Trainer:
         return compiled(graph, torch.device(self.cluster.device)) if self.compile else graph
 
     def _start(self, stored: checkpoint.Checkpoint | None) -> Streamed:
+        kind = self.optimizer.kind if stored is None else stored.meta.get("trainer", {}).get("optimizer")
+        if stored is not None and kind not in (None, self.optimizer.kind):
+            raise UserError(
+                f"{stored.folder} was trained with the optimizer {kind}, not {self.optimizer.kind}, whose state it has "
+                f"not: load it into a Trainer with OptimizerConfig(kind={kind!r})"
+            )
         graph = with_groups(self._capture(self._example, training=True), self.optimizer.groups)
         plan = Plan(
             graph=graph,
@@ -232,6 +245,7 @@ class Trainer:
 
     def close(self) -> None:
         """Give back memory and files. The trainer can be asked for nothing afterwards."""
+        self._is_closed = True
         self._closer()
 
     def __enter__(self) -> "Trainer":
@@ -247,16 +261,21 @@ def _close(assembly: Assembly, workers: Workers | None) -> None:
     assembly.close()
 
 
+def _own_views(batch: MicroBatch) -> MicroBatch:
+    """One tensor may be given under two names, as ids and labels often are; the model has an input for each."""
+    return {name: value.view_as(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
 def _repeated(data: Iterable[Batch], num_steps: int | None) -> Iterator[Batch]:
     """`num_steps` batches; a collection is gone through again and again, an iterator must have enough."""
     count = 0
     while num_steps is None or count < num_steps:
         before = count
         for batch in data:
-            if count == num_steps:
-                return
             yield batch
             count += 1
+            if count == num_steps:
+                return  # before another batch is taken from an iterator
         if num_steps is None:
             return
         if count == before:

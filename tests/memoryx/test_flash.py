@@ -1,5 +1,6 @@
 """The flash tier against a dict, and what happens to it when its files or its disk fail."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openwafer.direct_io import aligned_bytes
 from openwafer.errors import UserError
 from openwafer.memoryx.flash import FlashTier
 
@@ -227,3 +229,45 @@ def test_a_folder_that_cannot_be_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot use flash folder .*file"):
         FlashTier(tmp_path / "file", 1 << 20)
+
+
+def test_closing_wakes_whoever_waits(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path / "flash", 20480)
+    tier.load(KEYS[5])  # takes all of the pool
+    told: list[str] = []
+
+    def load() -> None:
+        try:
+            tier.load(KEYS[3])
+        except UserError as error:
+            told.append(str(error))
+
+    waiter = threading.Thread(target=load)
+    waiter.start()
+    waiter.join(0.2)
+    assert waiter.is_alive()
+    tier.close()
+    waiter.join(30)
+    assert not waiter.is_alive()
+    assert "was closed while it was in use" in told[0]
+
+
+def test_no_memory_for_a_buffer_reaches_whoever_waits(tmp_path: Path) -> None:
+    def allocate(num_bytes: int) -> torch.Tensor:
+        if num_bytes > 4096:
+            raise UserError("no memory to be had")
+        return aligned_bytes(num_bytes)
+
+    tier = FlashTier(tmp_path / "flash", 12288, num_threads=1, allocate=allocate)
+    tier.create((0, "m"), 1024, torch.float32)
+    tier.create((1, "m"), 3072, torch.float32)
+    tier.create((2, "m"), 1024, torch.float32)
+    for index in (0, 2):
+        tier.load((index, "m")).fill_(1.0)
+    tier.prefetch((1, "m"))  # no room yet
+    for index in (0, 2):
+        with contextlib.suppress(UserError):
+            tier.release((index, "m"), changed=True)
+    with pytest.raises(UserError, match="no memory to be had"):  # a thread made room by writing, and found no memory
+        tier.flush()
+    tier.close()

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from openwafer.direct_io import rounded_up
+from openwafer.errors import UserError
 from openwafer.graph import Unit, capture
 from openwafer.memoryx.config import OptimizerConfig
 from openwafer.memoryx.flash import FlashTier
+from openwafer.memoryx.halves import Item, update_halves
 from openwafer.memoryx.optimizer import make_optimizer
 from openwafer.memoryx.store import Store, fields
 from openwafer.memoryx.tier import DramTier
 from openwafer.memoryx.update import Arrival, UpdateNumbers, Updater
+from openwafer.memoryx.wire import merge, split
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
 from openwafer.timeline import FLASH_READ, Timeline
@@ -150,3 +153,51 @@ def test_what_is_on_flash_is_read_once_when_updates_fall_behind(tmp_path: Path, 
     owners = [unit for unit in store.graph.units if unit.index >= 4 and store.graph.owned(unit)]
     assert len(reads) == 3 * len(owners)  # remainder and two moments of each
     assert set(reads.values()) == {1}
+
+
+def test_what_was_dropped_by_closing_is_told() -> None:
+    gate, recycled = Gate(), []
+    updater = Updater(gate)
+    updater.post(arrival(2, recycled), NUMBERS)
+    assert gate.entered.acquire(timeout=30)
+    updater.post(arrival(1, recycled), NUMBERS)  # not begun
+    told: list[str] = []
+
+    def wait() -> None:
+        try:
+            updater.drain()
+        except UserError as error:
+            told.append(str(error))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    closer = threading.Thread(target=updater.close)
+    closer.start()
+    waiter.join(30)
+    gate.go.release()
+    closer.join(30)
+    assert not waiter.is_alive()
+    assert not closer.is_alive()
+    assert told == ["training was closed before its last updates were done"]
+
+
+def test_gradients_of_several_types_are_applied_as_they_are() -> None:
+    """A tied weight has an fp32 sum of its uses, its neighbours in the Unit have bf16 gradients."""
+    optimizer = make_optimizer(OptimizerConfig(lr=1e-2))
+
+    def items() -> list[Item]:
+        generator = torch.Generator().manual_seed(0)
+        made = []
+        for name, dtype in (("tied", torch.float32), ("other", torch.bfloat16)):
+            wire, remainder = split(torch.randn(70_001, generator=generator))
+            state = {"m": torch.zeros(70_001), "v": torch.zeros(70_001)}
+            made.append(Item(name, wire, remainder, torch.randn(70_001, generator=generator).to(dtype), state))
+        return made
+
+    together, alone = items(), items()
+    update_halves(optimizer, together, NUMBERS)
+    for item in alone:
+        update_halves(optimizer, [item], NUMBERS)
+    for ours, expected in zip(together, alone, strict=True):
+        assert torch.equal(merge(ours.wire, ours.remainder), merge(expected.wire, expected.remainder)), ours.name
+        assert torch.equal(ours.state["v"], expected.state["v"])

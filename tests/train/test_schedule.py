@@ -33,7 +33,7 @@ def test_the_end_holds_and_total_steps_moves_it():
 
 
 @given(
-    kind=st.sampled_from(["constant", "linear", "cosine"]),
+    kind=st.sampled_from(["linear", "cosine"]),
     num_steps=st.integers(1, 300),
     share=st.floats(0, 1),
     min_ratio=st.floats(0, 1),
@@ -49,7 +49,7 @@ def test_rises_then_falls_within_bounds(kind, num_steps, share, min_ratio):
 
 
 @given(
-    kind=st.sampled_from(["constant", "linear", "cosine"]),
+    kind=st.sampled_from(["linear", "cosine"]),
     warmup=st.integers(1, 100),
     more=st.integers(1, 200),
     min_ratio=st.floats(0, 1),

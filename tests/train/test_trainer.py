@@ -147,6 +147,8 @@ def test_mistakes(tmp_path: Path) -> None:
         job.step({"x": torch.zeros(5, 4), "y": torch.zeros(6)})
     with pytest.raises(ow.UserError, match="a list of such micro-batches, not empty"):
         job.step([])
+    with pytest.raises(ow.UserError, match="a batch is a mapping of names to tensors"):
+        job.step(torch.zeros(5, 4))  # pyright: ignore
     with pytest.raises(ow.UserError, match="take a step before saving"):
         job.save(tmp_path)
     with pytest.raises(ow.UserError, match="has no whole checkpoint"):
@@ -164,6 +166,87 @@ def test_mistakes(tmp_path: Path) -> None:
     other.load(folder)
     with pytest.raises(ow.UserError, match="holds another model: it has no 'transformer"):
         other.step(tokens(0))
+    job.close()
+    with pytest.raises(ow.UserError, match="this trainer is closed"):
+        job.step(points(0, 5))
+
+
+def saved(folder: Path, layers: list[nn.Module], **options: Any) -> Path:
+    job = ow.Trainer(Chain(layers), **options)
+    job.step({"x": torch.ones(2, 4)})
+    return job.save(folder)
+
+
+class Chain(nn.Module):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_a_model_that_changed_since_the_checkpoint_is_told(tmp_path: Path) -> None:
+    folder = saved(tmp_path, [nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 4)])
+    changed = {
+        "it has 'layers.2.bias', which this one has not": [nn.Linear(4, 6), nn.Linear(6, 4)],
+        r"'layers.0.weight' is \[6, 4\] there and \[8, 4\] here": [nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4)],
+        "it has no 'layers.3.weight'": [nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 4)],
+    }
+    for message, layers in changed.items():
+        job = ow.Trainer(Chain(layers))
+        job.load(folder)
+        with pytest.raises(ow.UserError, match=message):
+            job.step({"x": torch.ones(2, 4)})
+    other = ow.Trainer(Chain([nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 4)]), ow.Lion())
+    other.load(folder)
+    with pytest.raises(ow.UserError, match="was trained with the optimizer adamw, not lion"):
+        other.step({"x": torch.ones(2, 4)})
+
+
+def test_a_step_that_ended_half_way_is_never_saved(tmp_path: Path) -> None:
+    """The last Unit is updated, then a gradient of the first overflows: the checkpoint before stays as it is."""
+    job = ow.Trainer(build(ModelConfig(**TINY)), ow.AdamW(lr=1e-3))
+    job.step(tokens(0))
+    folder = job.save(tmp_path)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    first = job._engine.graph.units[0]  # pyright: ignore
+
+    def squares(unit: Any, gradients: Any) -> list[torch.Tensor]:
+        return [torch.tensor([float("nan") if unit is first else 1.0], dtype=torch.float64)]
+
+    job._engine._squares = squares  # pyright: ignore
+    with pytest.raises(ow.UserError, match="later Units were already updated"):
+        job.step(tokens(1))
+    for use in (lambda: job.save(tmp_path), lambda: job.step(tokens(2)), job.state_dict):
+        with pytest.raises(ow.UserError, match="step 2 ended after some Units were updated"):
+            use()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    job.load(tmp_path)
+    job.step(tokens(1))
+    assert job.num_steps_done == 2
+
+
+def test_one_tensor_under_two_names() -> None:
+    ids, model = tokens(0)["input_ids"], build(ModelConfig(**TINY))
+    given = ({"input_ids": ids, "labels": ids}, {"input_ids": ids, "labels": ids.clone()})
+    losses = [ow.Trainer(model).step(batch) for batch in given]
+    assert losses[0] == losses[1]
+
+
+def test_an_iterator_loses_no_batch_between_two_fits() -> None:
+    taken: list[int] = []
+
+    def data() -> Any:
+        for step in range(6):
+            taken.append(step)
+            yield points(step)
+
+    job, source = ow.Trainer(MLP()), data()
+    job.fit(source, num_steps=2)
+    assert taken == [0, 1]
+    job.fit(source, num_steps=2)
+    assert taken == [0, 1, 2, 3]
 
 
 def run(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
