@@ -39,10 +39,7 @@ def draw(
     adjusted = _adjusted(logits, sampling, place, counts, mask)
     likeliest = int(adjusted.argmax())
     top = adjusted[likeliest]
-    if not np.isfinite(top):
-        if np.isneginf(top):
-            raise SamplingError("no token is allowed here: constraint, logit_bias and min_tokens exclude them all")
-        raise SamplingError("the model's output is not a number: its weights are damaged or overflow the dtype")
+    refuse_infinite(top)
     if sampling.temperature == 0:
         return likeliest
     # The maximum goes first, so that a tiny temperature gives zeros and not infinities.
@@ -52,6 +49,14 @@ def draw(
     index = int(np.searchsorted(cumulated, uniform(seed, place) * cumulated[-1], side="right"))
     index = min(index, len(cumulated) - 1)
     return index if ids is None else int(ids[index])
+
+
+def refuse_infinite(top: np.floating) -> None:
+    """The largest logit of a row must be a number, else no token can be drawn."""
+    if not np.isfinite(top):
+        if np.isneginf(top):
+            raise SamplingError("no token is allowed here: constraint, logit_bias and min_tokens exclude them all")
+        raise SamplingError("the model's output is not a number: its weights are damaged or overflow the dtype")
 
 
 def logprobs_of(logits: np.ndarray, tokens: list[int], num_top: int) -> list[TokenLogprob]:
