@@ -74,7 +74,7 @@ class LocalEngine:
         self._speculator = speculator or Lookup(in_text=False)
         self._config = config
         pool = BlockPool(runner.num_blocks, runner.block_size, prefix_cache=config.prefix_cache)
-        self._scheduler = Scheduler(pool, max_running=config.max_running, max_step_tokens=config.max_step_tokens)
+        self._scheduler = Scheduler(pool, max_running=config.num_running, max_step_tokens=config.num_step_tokens)
         self._order = itertools.count()
         self._wake = threading.Condition()
         # Under the lock: what other threads leave for the engine's thread.
@@ -218,7 +218,7 @@ class LocalEngine:
         decoding = [s for s in running if s.num_left == 1 and s.num_drawn + 1 < s.request.sampling.max_tokens]
         if not decoding:
             return
-        room = (self._config.max_step_tokens - len(running)) // len(decoding)
+        room = (self._config.num_step_tokens - len(running)) // len(decoding)
         if (most := min(self._config.num_draft_tokens, room)) < 1:
             return
         for sequence, drafts in zip(decoding, self._speculator.guess(decoding, most), strict=True):

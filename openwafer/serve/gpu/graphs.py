@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-_pool: list[tuple[int, int]] = []  # one memory pool for all graphs: they never run at the same time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,11 @@ class Recorded:
         return self.outputs
 
 
-def record(compute: Callable[[], Outputs]) -> Recorded:
-    """Record `compute`, which must do the same whatever the values of its inputs."""
+def record(compute: Callable[[], Outputs], pool: Any) -> Recorded:
+    """Record `compute`, which must do the same whatever the values of its inputs.
+
+    Graphs that never run at the same time share the memory of `pool`, a `torch.cuda.graph_pool_handle()`.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -30,8 +33,6 @@ def record(compute: Callable[[], Outputs]) -> Recorded:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    if not _pool:
-        _pool.append(torch.cuda.graph_pool_handle())
-    with torch.cuda.graph(graph, pool=_pool[0]):
+    with torch.cuda.graph(graph, pool=pool):
         outputs = compute()
     return Recorded(graph=graph, outputs=outputs)

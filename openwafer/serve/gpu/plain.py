@@ -17,6 +17,8 @@ from openwafer.serve.program import Norm
 class Kernels(Protocol):
     """The steps that cost; `PlainKernels` says what each must give."""
 
+    records: bool  # whether they can be recorded in a graph: they never ask the device for a number
+
     def norm(self, step: Norm, src: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
     def project(self, step: Project, src: torch.Tensor, wide: bool) -> torch.Tensor: ...
@@ -35,6 +37,8 @@ class Kernels(Protocol):
 class PlainKernels:
     """Every sum in fp32, every result rounded once."""
 
+    records = False
+
     def norm(self, step: Norm, src: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """src [r, n * len(weight)], normed in runs of len(weight)."""
         runs = src.float().unflatten(1, (-1, step.weight.shape[0]))
@@ -51,12 +55,14 @@ class PlainKernels:
         out = product(rows, step.weight, wide)
         if step.bias is not None:
             out = (out + step.bias).to(out.dtype)
-        if step.activation is None:
-            return out
         if not step.gated:
-            return ACTIVATIONS[step.activation](out)
+            return self.activate(step, out)
+        assert step.activation is not None
         gate, up = out.float().chunk(2, dim=1)
         return (ACTIVATIONS[step.activation](gate) * up).to(out.dtype)
+
+    def activate(self, step: Project, out: torch.Tensor) -> torch.Tensor:
+        return out if step.activation is None else ACTIVATIONS[step.activation](out)
 
     def project_into(self, step: Project, src: torch.Tensor, dst: torch.Tensor) -> None:
         """dst [r, num_outputs] += the product."""

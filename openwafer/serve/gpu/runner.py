@@ -6,6 +6,7 @@ launching their 230 kernels one by one takes longer than running them. Steps wit
 
 import bisect
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,15 +56,17 @@ class GpuRunner:
         shape = (config.num_hidden_layers, 2, num_blocks + 1, config.kv_heads, BLOCK_SIZE, config.head_size)
         self._cache = torch.zeros(shape, dtype=dtype, device=device)
         self._spare_slot = num_blocks * BLOCK_SIZE
-        sizes = [size for size in sorted(set(graph_sizes)) if size < 2 * max_sequences] if device.type == "cuda" else []
+        records = device.type == "cuda" and self._kernels.records
+        sizes = [size for size in sorted(set(graph_sizes)) if size < 2 * max_sequences] if records else []
         rows = max(max_rows, *sizes, 1)
         count = 5 * rows + 1 + max(max_sequences, 1) * (-(-max_positions // BLOCK_SIZE) + 1)
         self._staging = torch.zeros(count, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._staged = torch.zeros(count, dtype=torch.int32, device=device)
         self._graphs: dict[int, Recorded] = {}
+        pool = torch.cuda.graph_pool_handle() if sizes else None
         with torch.inference_mode():
             for size in reversed(sizes):  # the largest first: the others fit into its memory
-                self._graphs[size] = self._recorded(size)
+                self._graphs[size] = self._recorded(size, pool)
         self._sizes = sizes
 
     def run(self, batch: Batch) -> np.ndarray:
@@ -113,9 +116,7 @@ class GpuRunner:
 
     def _stage(self, batch: Batch, num_rows: int, singles: np.ndarray) -> int:
         """Send a batch's numbers in one copy."""
-        num_singles, count = packed(
-            batch, BLOCK_SIZE, num_rows, self._spare_slot, singles, self._staging.numpy()
-        )
+        num_singles, count = packed(batch, BLOCK_SIZE, num_rows, self._spare_slot, singles, self._staging.numpy())
         self._staged[:count].copy_(self._staging[:count], non_blocking=True)
         return num_singles
 
@@ -130,7 +131,7 @@ class GpuRunner:
         tops, ids = logits.max(dim=1)
         return logits, torch.stack([ids.int(), tops.view(torch.int32)])
 
-    def _recorded(self, size: int) -> Recorded:
+    def _recorded(self, size: int, pool: Any) -> Recorded:
         batch = Batch(
             tokens=np.zeros(1, np.int32),
             positions=np.zeros(1, np.int32),
@@ -140,4 +141,4 @@ class GpuRunner:
         )
         self._stage(batch, size, np.arange(size, dtype=np.int32))
         places = unpacked(self._staged, size, size)
-        return record(lambda: self._forward(places, None))
+        return record(lambda: self._forward(places, None), pool)
