@@ -12,7 +12,7 @@ from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
 from openwafer.serve.gpu.compute import Values, run_steps
 from openwafer.serve.gpu.fast import TritonKernels
-from openwafer.serve.gpu.places import packed, runs_of, unpacked
+from openwafer.serve.gpu.places import most_numbers, packed, runs_of, unpacked
 from openwafer.serve.gpu.plain import Kernels, PlainKernels
 from openwafer.serve.gpu.plan import Attention, Project, make_plan
 from openwafer.serve.gpu.runner import BLOCK_SIZE, GpuRunner
@@ -143,7 +143,7 @@ def compare_steps(
     singles = np.concatenate(
         [np.arange(run.first, run.first + run.count) for run in runs if run.count <= 8] or [np.empty(0)]
     )
-    staged = np.zeros(5 * len(batch.tokens) + 1 + batch.tables.size, np.int32)
+    staged = np.zeros(most_numbers(len(batch.tokens), batch.tables.size), np.int32)
     count, _ = packed(batch, BLOCK_SIZE, len(batch.tokens), 0, singles.astype(np.int32), staged)
     places = unpacked(
         torch.from_numpy(staged).to(device), len(batch.tokens), count, tuple(run for run in runs if run.count > 8)

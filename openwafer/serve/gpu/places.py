@@ -7,6 +7,9 @@ import torch
 
 from openwafer.serve.runner import Batch
 
+# Every array starts at a multiple of this many numbers: Triton compiles a kernel anew for each way its pointers are
+# aligned, which would stop a server for a second each time.
+ALIGNMENT = 16
 SHORT = 8  # rows of a sequence up to which each is attended by itself: decoded tokens and guesses
 
 
@@ -67,34 +70,45 @@ def packed(
 
     Returns the number of singles and of all numbers used. `unpacked` reads it on the device.
     """
-    count = len(batch.tokens)
-    heads = out[: 4 * num_rows].reshape(4, num_rows)
+    count, pitch = len(batch.tokens), _padded(num_rows)
+    heads = out[: 4 * pitch].reshape(4, pitch)
     heads[:] = 0
     heads[2] = spare_slot
     heads[0, :count] = batch.tokens
     heads[1, :count] = batch.positions
     heads[2, :count] = slots_of(batch, block_size)
     heads[3, :count] = batch.sequences
-    at = 4 * num_rows
+    at = 4 * pitch
     out[at : at + len(singles)] = singles
-    at += len(singles)
+    at += _padded(len(singles))
     out[at] = batch.tables.shape[1]
     tables = batch.tables.reshape(-1)
-    out[at + 1 : at + 1 + len(tables)] = tables
-    return len(singles), at + 1 + len(tables)
+    at += ALIGNMENT
+    out[at : at + len(tables)] = tables
+    return len(singles), at + len(tables)
 
 
 def unpacked(staged: torch.Tensor, num_rows: int, num_singles: int, runs: tuple[Run, ...] = ()) -> Places:
     """Views into what `packed` wrote, on the device."""
-    tokens, positions, slots, sequences = staged[: 4 * num_rows].view(4, num_rows)
-    at = 4 * num_rows + num_singles
+    pitch = _padded(num_rows)
+    tokens, positions, slots, sequences = staged[: 4 * pitch].view(4, pitch)[:, :num_rows]
+    at = 4 * pitch + _padded(num_singles)
     return Places(
         tokens=tokens,
         positions=positions,
         slots=slots,
         sequences=sequences,
-        singles=staged[4 * num_rows : at],
+        singles=staged[4 * pitch : 4 * pitch + num_singles],
         width=staged[at : at + 1],
-        tables=staged[at + 1 :],
+        tables=staged[at + ALIGNMENT :],
         runs=runs,
     )
+
+
+def most_numbers(num_rows: int, num_table_entries: int) -> int:
+    """The longest that `packed` gets."""
+    return 5 * _padded(num_rows) + ALIGNMENT + num_table_entries
+
+
+def _padded(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT

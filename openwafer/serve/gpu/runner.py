@@ -14,7 +14,7 @@ import torch
 from openwafer.serve.gpu.compute import Values, run_steps
 from openwafer.serve.gpu.drawing import draw_rows
 from openwafer.serve.gpu.graphs import Recorded, record
-from openwafer.serve.gpu.places import SHORT, Places, packed, runs_of, unpacked
+from openwafer.serve.gpu.places import SHORT, Places, most_numbers, packed, runs_of, unpacked
 from openwafer.serve.gpu.plain import Kernels, PlainKernels
 from openwafer.serve.gpu.plan import make_plan
 from openwafer.serve.program import Program
@@ -59,9 +59,10 @@ class GpuRunner:
         records = device.type == "cuda" and self._kernels.records
         sizes = [size for size in sorted(set(graph_sizes)) if size < 2 * max_sequences] if records else []
         rows = max(max_rows, *sizes, 1)
-        count = 5 * rows + 1 + max(max_sequences, 1) * (-(-max_positions // BLOCK_SIZE) + 1)
+        count = most_numbers(rows, max_sequences * (-(-max_positions // BLOCK_SIZE) + 1))
         self._staging = torch.zeros(count, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._staged = torch.zeros(count, dtype=torch.int32, device=device)
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
         self._graphs: dict[int, Recorded] = {}
         pool = torch.cuda.graph_pool_handle() if sizes else None
         with torch.inference_mode():
@@ -116,8 +117,12 @@ class GpuRunner:
 
     def _stage(self, batch: Batch, num_rows: int, singles: np.ndarray) -> int:
         """Send a batch's numbers in one copy."""
+        if self._sent is not None:
+            self._sent.synchronize()  # a step without logits ends before its copy was made
         num_singles, count = packed(batch, BLOCK_SIZE, num_rows, self._spare_slot, singles, self._staging.numpy())
         self._staged[:count].copy_(self._staging[:count], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
         return num_singles
 
     def _forward(self, places: Places, logit_rows: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
