@@ -1,7 +1,7 @@
 """Tokens per second of the engine on one GPU: `python bench/decode_gpu.py`, a Llama-3.1-8B shape, random bf16 weights.
 
     --check             every Triton kernel against its plain definition, and the fast path's greedy tokens
-    --parts one users   some parts alone: bandwidth, tune, one, users, prompt
+    --parts one users   some parts alone: bandwidth, tune, one, users, prompt, profile
     --device cpu --tiny the same code with plain operations on a tiny shape: shows that this script works, no more
 
 All numbers are of one run: the bound of one user is the measured copy bandwidth (bytes read and written) over the
@@ -29,7 +29,8 @@ from openwafer.serve.gpu.fast import best_kernels
 from openwafer.serve.gpu.runner import BLOCK_SIZE, GpuRunner
 from openwafer.serve.runner import Batch, Draw
 
-PARTS = ("bandwidth", "tune", "one", "users", "prompt")
+PARTS = ("bandwidth", "tune", "one", "users", "prompt", "profile")
+ENGINE_PARTS = ("one", "users", "prompt", "profile")
 LLAMA_8B = ModelConfig(
     family="llama",
     hidden_size=4096,
@@ -68,11 +69,11 @@ def main() -> None:
         print(f"copy bandwidth {results['copy_bytes_per_s'] / 1e12:.3f} TB/s, read and written", flush=True)
     if "tune" in args.parts:
         _gpu_kernels.tune(config, device)
-    if {"one", "users", "prompt"} & set(args.parts):
+    if set(ENGINE_PARTS) & set(args.parts):
         bench = Bench.opened(config, device, args)
         for part in args.parts:
-            if part in ("one", "users", "prompt"):
-                results |= {"one": one_user, "users": many_users, "prompt": prompt}[part](bench, results)
+            if part in ENGINE_PARTS:
+                results |= RUNS[part](bench, results)
         bench.engine.close()
     if args.out:
         Path(args.out).write_text(json.dumps(results, indent=1) + "\n")
@@ -216,21 +217,42 @@ def one_user(bench: Bench, results: dict[str, Any]) -> dict[str, Any]:
 
 def runner_alone(bench: Bench) -> float:
     """Seconds of one decoding step of one user, without scheduler, events and threads."""
-    at = bench.args.inputs
-    batch = Batch(
-        tokens=np.ones(1, np.int32),
-        positions=np.full(1, at, np.int32),
-        sequences=np.zeros(1, np.int32),
-        tables=np.arange(at // BLOCK_SIZE + 1, dtype=np.int32)[None],
-        logit_rows=np.zeros(1, np.int32),
-    )
-    greedy = [Draw(temperature=0.0, top_k=None, top_p=1.0, min_p=0.0, uniform=0.0)]
     times = []
     for _ in range(5 if bench.args.tiny else 50):
         began = time.perf_counter()
-        bench.runner.run_and_draw(batch, greedy)
+        step_alone(bench, 1)
         times.append(time.perf_counter() - began)
     return statistics.median(times)
+
+
+def step_alone(bench: Bench, num_users: int) -> None:
+    """One decoding step of so many users after their prompts, straight from the runner."""
+    at = bench.args.inputs
+    width = at // BLOCK_SIZE + 1
+    batch = Batch(
+        tokens=np.ones(num_users, np.int32),
+        positions=np.full(num_users, at, np.int32),
+        sequences=np.arange(num_users, dtype=np.int32),
+        tables=np.arange(num_users * width, dtype=np.int32).reshape(num_users, width),
+        logit_rows=np.arange(num_users, dtype=np.int32),
+    )
+    greedy = Draw(temperature=0.0, top_k=None, top_p=1.0, min_p=0.0, uniform=0.0)
+    bench.runner.run_and_draw(batch, [greedy] * num_users)
+
+
+def profile(bench: Bench, results: dict[str, Any]) -> dict[str, Any]:
+    """Where the time of a decoding step goes, kernel by kernel."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    on_gpu = bench.device.type == "cuda"
+    for users in (1, *bench.args.users):
+        step_alone(bench, users)
+        with profiled(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
+            step_alone(bench, users)
+        order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+        print(f"{users} users\n{found.key_averages().table(sort_by=order, row_limit=14, max_name_column_width=70)}")
+    return {}
 
 
 def many_users(bench: Bench, results: dict[str, Any]) -> dict[str, Any]:
@@ -267,6 +289,14 @@ def prompt(bench: Bench, results: dict[str, Any]) -> dict[str, Any]:
         flush=True,
     )
     return {"first_token_s": min(times), "matmul_floor_s": floor_s}
+
+
+RUNS: dict[str, Callable[[Bench, dict[str, Any]], dict[str, Any]]] = {
+    "one": one_user,
+    "users": many_users,
+    "prompt": prompt,
+    "profile": profile,
+}
 
 
 def copy_bandwidth(device: torch.device, tiny: bool) -> float:

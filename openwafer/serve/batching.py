@@ -15,8 +15,8 @@ class Rows:
     """What a step found for one work: the logits of its last rows, or the tokens drawn from them already."""
 
     logits: np.ndarray | None = None  # fp32 [n, vocab]
-    tokens: np.ndarray | None = None  # [n], where there are no logits
-    tops: np.ndarray | None = None  # [n], the largest logits, with `tokens`
+    tokens: Items[int] | None = None  # n, where there are no logits
+    tops: Items[float] | None = None  # n, the largest logits, with `tokens`
 
     def __len__(self) -> int:
         found = self.tokens if self.logits is None else self.logits
@@ -26,14 +26,15 @@ class Rows:
 
 def run_works(runner: Runner, works: Items[Work]) -> list[Rows]:
     """Compute a step; tokens are drawn by the runner where it can and the request asks for nothing special."""
-    batch = make_batch(works)
     counts = [num_logit_rows(work) for work in works]
+    batch = make_batch(works, counts)
     starts = np.cumsum([0, *counts]).tolist()
     if not isinstance(runner, DrawingRunner):
         logits = runner.run(batch)
         return [Rows(logits=logits[start : start + count]) for start, count in zip(starts, counts, strict=False)]
     draws = [draw for work, count in zip(works, counts, strict=True) for draw in _draws(work, count)]
     drawn = runner.run_and_draw(batch, draws)
+    tokens, tops = drawn.tokens.tolist(), drawn.tops.tolist()
     results: list[Rows] = []
     num_logits = 0
     for start, count in zip(starts, counts, strict=False):
@@ -42,23 +43,31 @@ def run_works(runner: Runner, works: Items[Work]) -> list[Rows]:
             num_logits += count
         else:
             stop = start + count
-            results.append(Rows(tokens=drawn.tokens[start:stop], tops=drawn.tops[start:stop]))
+            results.append(Rows(tokens=tokens[start:stop], tops=tops[start:stop]))
     return results
 
 
-def make_batch(works: Items[Work]) -> Batch:
+def make_batch(works: Items[Work], num_logits: Items[int]) -> Batch:
+    """The tokens of all works; of each, the logits of its last rows are wanted."""
     tokens: list[int] = []
     positions: list[int] = []
     sequences: list[int] = []
     logit_rows: list[int] = []
-    for index, work in enumerate(works):
+    for index, (work, count) in enumerate(zip(works, num_logits, strict=True)):
         sequence = work.sequence
         known = len(sequence.tokens)
+        if work.stop == known == work.start + 1:
+            # A decoded token, which most works are: with 128 of them a step's time on the host is felt.
+            logit_rows += [len(tokens)] * count
+            tokens.append(sequence.tokens[-1])
+            positions.append(work.start)
+            sequences.append(index)
+            continue
         tokens += sequence.tokens[work.start : min(work.stop, known)]
         tokens += sequence.drafts[: max(0, work.stop - known)]
         positions += range(work.start, work.stop)
         sequences += [index] * (work.stop - work.start)
-        logit_rows += range(len(tokens) - num_logit_rows(work), len(tokens))
+        logit_rows += range(len(tokens) - count, len(tokens))
     tables = np.zeros((len(works), max(len(work.sequence.blocks) for work in works)), np.int32)
     for row, work in zip(tables, works, strict=True):
         row[: len(work.sequence.blocks)] = work.sequence.blocks

@@ -273,7 +273,7 @@ class LocalEngine:
     def _draw(self, sequence: Sequence, rows: Rows, index: int) -> int:
         if rows.tokens is not None and rows.tops is not None:
             refuse_infinite(rows.tops[index])
-            return int(rows.tokens[index])
+            return rows.tokens[index]
         assert rows.logits is not None
         row, request = rows.logits[index], sequence.request
         mask = None

@@ -4,6 +4,7 @@ Nothing else goes in, so a request draws the same tokens whenever and beside who
 """
 
 import hashlib
+import math
 import struct
 
 import numpy as np
@@ -39,7 +40,7 @@ def draw(
     adjusted = _adjusted(logits, sampling, place, counts, mask)
     likeliest = int(adjusted.argmax())
     top = adjusted[likeliest]
-    refuse_infinite(top)
+    refuse_infinite(float(top))
     if sampling.temperature == 0:
         return likeliest
     # The maximum goes first, so that a tiny temperature gives zeros and not infinities.
@@ -51,10 +52,10 @@ def draw(
     return index if ids is None else int(ids[index])
 
 
-def refuse_infinite(top: np.floating) -> None:
+def refuse_infinite(top: float) -> None:
     """The largest logit of a row must be a number, else no token can be drawn."""
-    if not np.isfinite(top):
-        if np.isneginf(top):
+    if not math.isfinite(top):
+        if top == -math.inf:
             raise SamplingError("no token is allowed here: constraint, logit_bias and min_tokens exclude them all")
         raise SamplingError("the model's output is not a number: its weights are damaged or overflow the dtype")
 
