@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from openwafer.models.layers import ACTIVATIONS
 from openwafer.serve.gpu.places import Places
@@ -55,9 +56,9 @@ def run_steps(
     for step in steps:
         match step:
             case Look():
-                values.write(step.dst, step.table[places.tokens].float() * step.scale)
+                values.write(step.dst, F.embedding(places.tokens, step.table).float() * step.scale)
             case AddPosition():
-                values.read(step.dst).add_(step.table[places.positions])
+                values.read(step.dst).add_(F.embedding(places.positions, step.table))
             case Norm():
                 src = values.read(step.src)
                 values.write(step.dst, kernels.norm(step, src, cache.dtype))
