@@ -10,7 +10,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,11 +19,12 @@ from openwafer.errors import UserError
 from openwafer.models.config import ModelConfig
 from openwafer.models.load import open_model
 from openwafer.models.tokenizer import Tokenizer
+from openwafer.serve.batching import Rows, run_works
 from openwafer.serve.block_pool import BlockPool
 from openwafer.serve.core import Engine, EngineStats, Event, FinishReason, QueueFullError, Request, TokenLogprob
 from openwafer.serve.engine_config import EngineConfig
-from openwafer.serve.runner import Batch, Runner
-from openwafer.serve.sampler import SamplingError, draw, logprobs_of
+from openwafer.serve.runner import Runner
+from openwafer.serve.sampler import SamplingError, draw, logprobs_of, refuse_infinite
 from openwafer.serve.scheduler import Scheduler, Work
 from openwafer.serve.sequence import Sequence
 from openwafer.serve.speculation import Lookup, Speculator
@@ -74,7 +74,7 @@ class LocalEngine:
         self._speculator = speculator or Lookup(in_text=False)
         self._config = config
         pool = BlockPool(runner.num_blocks, runner.block_size, prefix_cache=config.prefix_cache)
-        self._scheduler = Scheduler(pool, max_running=config.max_running, max_step_tokens=config.max_step_tokens)
+        self._scheduler = Scheduler(pool, max_running=config.num_running, max_step_tokens=config.num_step_tokens)
         self._order = itertools.count()
         self._wake = threading.Condition()
         # Under the lock: what other threads leave for the engine's thread.
@@ -208,12 +208,8 @@ class LocalEngine:
             self._num_waiting -= num_started
         if not works:
             return
-        logits = self._runner.run(self._batch(works))
-        first = 0
-        for work in works:
-            count = self._num_logit_rows(work)
-            self._after(work, logits[first : first + count])
-            first += count
+        for work, rows in zip(works, run_works(self._runner, works), strict=True):
+            self._after(work, rows)
         self._last_progress_s = time.monotonic()
 
     def _speculate(self) -> None:
@@ -222,7 +218,7 @@ class LocalEngine:
         decoding = [s for s in running if s.num_left == 1 and s.num_drawn + 1 < s.request.sampling.max_tokens]
         if not decoding:
             return
-        room = (self._config.max_step_tokens - len(running)) // len(decoding)
+        room = (self._config.num_step_tokens - len(running)) // len(decoding)
         if (most := min(self._config.num_draft_tokens, room)) < 1:
             return
         for sequence, drafts in zip(decoding, self._speculator.guess(decoding, most), strict=True):
@@ -231,57 +227,26 @@ class LocalEngine:
             )
             sequence.drafts = [token for token in drafts[: left - 1] if 0 <= token < self.vocab_size]
 
-    def _batch(self, works: Items[Work]) -> Batch:
-        tokens: list[int] = []
-        positions: list[int] = []
-        sequences: list[int] = []
-        logit_rows: list[int] = []
-        for index, work in enumerate(works):
-            sequence = work.sequence
-            known = len(sequence.tokens)
-            tokens += sequence.tokens[work.start : min(work.stop, known)]
-            tokens += sequence.drafts[: max(0, work.stop - known)]
-            positions += range(work.start, work.stop)
-            sequences += [index] * (work.stop - work.start)
-            logit_rows += range(len(tokens) - self._num_logit_rows(work), len(tokens))
-        tables = np.zeros((len(works), max(len(work.sequence.blocks) for work in works)), np.int32)
-        for row, work in zip(tables, works, strict=True):
-            row[: len(work.sequence.blocks)] = work.sequence.blocks
-        return Batch(
-            tokens=np.array(tokens, np.int32),
-            positions=np.array(positions, np.int32),
-            sequences=np.array(sequences, np.int32),
-            tables=tables,
-            logit_rows=np.array(logit_rows, np.int32),
-        )
-
-    def _num_logit_rows(self, work: Work) -> int:
-        """The last rows of a work, those whose logits are looked at."""
-        sequence = work.sequence
-        if sequence.request.sampling.prompt_logprobs and len(sequence.prompt_logprobs) < sequence.num_prompt:
-            return work.stop - work.start
-        return work.stop - len(sequence.tokens) + 1 if work.draws else 0
-
-    def _after(self, work: Work, logits: np.ndarray) -> None:
-        """Take the results of a step into account: logits of the work's last rows."""
+    def _after(self, work: Work, rows: Rows) -> None:
+        """Take the results of a step into account: those of the work's last rows."""
         sequence, sampling = work.sequence, work.sequence.request.sampling
-        if len(logits) == work.stop - work.start:
-            self._note_prompt_logprobs(work, logits)
+        if rows.logits is not None and len(rows) == work.stop - work.start:
+            self._note_prompt_logprobs(work, rows.logits)
         known = len(sequence.tokens)
         self._num_prompt_tokens += max(0, min(work.stop, sequence.num_prompt) - work.start)
         if not work.draws:
             sequence.num_computed = work.stop
             self._scheduler.pool.publish(sequence)
             return
-        rows = logits[len(logits) - (work.stop - known + 1) :]
+        first = len(rows) - (work.stop - known + 1)
         drafts, sequence.drafts = sequence.drafts, []
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
         finish: FinishReason | None = None
         error: str | None = None
-        for index, row in enumerate(rows):
+        for index in range(len(rows) - first):
             try:
-                token = self._draw(sequence, row)
+                token = self._draw(sequence, rows, first + index)
                 if token in sampling.stop_ids:
                     finish = "stop"
                     break
@@ -290,8 +255,8 @@ class LocalEngine:
                 finish, error = "error", str(problem)
                 break
             tokens.append(token)
-            if sampling.num_logprobs is not None:
-                logprobs += logprobs_of(row[None], [token], sampling.num_logprobs)
+            if sampling.num_logprobs is not None and rows.logits is not None:
+                logprobs += logprobs_of(rows.logits[first + index][None], [token], sampling.num_logprobs)
             if finish is not None or index >= len(drafts):
                 break
             if token != drafts[index]:
@@ -305,8 +270,12 @@ class LocalEngine:
         self._scheduler.pool.publish(sequence)
         self._report(sequence, tokens, logprobs, finish, error)
 
-    def _draw(self, sequence: Sequence, row: np.ndarray) -> int:
-        request = sequence.request
+    def _draw(self, sequence: Sequence, rows: Rows, index: int) -> int:
+        if rows.tokens is not None and rows.tops is not None:
+            refuse_infinite(rows.tops[index])
+            return rows.tokens[index]
+        assert rows.logits is not None
+        row, request = rows.logits[index], sequence.request
         mask = None
         if request.constraint is not None:
             mask = _asked(request.constraint.allowed)

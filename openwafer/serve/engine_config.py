@@ -8,8 +8,9 @@ from openwafer.config import option
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How a model is loaded and how requests share it."""
+    """How a model is loaded and how requests share it. Where None depends on the device, a property resolves it."""
 
+    device: Literal["cpu", "cuda"] = option("cpu", help="where the model runs; cuda: the first GPU")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option(
         "auto", help="of weights that are not quantised; auto: as stored, and a GGUF's packed weights stay packed"
     )
@@ -17,11 +18,15 @@ class EngineConfig:
         None, help="pack weights to 8 or 4 bits in groups of 32 while loading (default: as stored)"
     )
     num_threads: int | None = option(None, help="CPU threads of the model (default: the cores there are)", minimum=1)
-    kv_cache: int = option(1 << 30, help="memory for keys and values of all requests", minimum=1, size=True)
+    kv_cache: int | None = option(
+        None, help="memory for keys and values (default: 1 GiB; cuda: most of what is free)", minimum=1, size=True
+    )
     max_context: int | None = option(None, help="longest prompt and answer together (default: the model's)", minimum=2)
-    max_running: int = option(64, help="requests decoded at the same time", minimum=1)
+    max_running: int | None = option(None, help="requests decoded at once (default: 64; cuda: 128)", minimum=1)
     max_waiting: int = option(1024, help="requests that may wait; more are refused", minimum=1)
-    max_step_tokens: int = option(256, help="tokens computed in one step: answers first, then prompts", minimum=1)
+    max_step_tokens: int | None = option(
+        None, help="tokens computed in one step: answers first, then prompts (default: 256; cuda: 2048)", minimum=1
+    )
     prefix_cache: bool = option(True, help="reuse keys and values of equal beginnings of prompts")
     speculation: Literal["none", "lookup", "draft"] = option(
         "none",
@@ -29,3 +34,11 @@ class EngineConfig:
     )
     draft_model: str | None = option(None, help="speculation draft: the small model, of the same vocabulary")
     num_draft_tokens: int = option(4, help="tokens guessed ahead at most", minimum=1, maximum=64)
+
+    @property
+    def num_running(self) -> int:
+        return self.max_running or (128 if self.device == "cuda" else 64)
+
+    @property
+    def num_step_tokens(self) -> int:
+        return self.max_step_tokens or (2048 if self.device == "cuda" else 256)

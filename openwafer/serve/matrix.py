@@ -130,15 +130,15 @@ class Matrix:
         quants = quants.permute(0, 3, 1, 2).flatten(0, 1)[: self.num_rows]
         return quants, vectors[0], vectors[1] if num_heads == 2 else None
 
-    def dense(self) -> torch.Tensor:
-        """The weights, fp32 [rows, columns]."""
+    def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weights, [rows, columns]."""
         if not self.is_packed:
-            return self.data.transpose(1, 2).flatten(0, 1)[: self.num_rows].float()
+            return self.data.to(dtype).transpose(1, 2).flatten(0, 1)[: self.num_rows]
         quants, scales, offsets = self.quants()
         values = quants * scales[..., None]
         if offsets is not None:
             values = values + offsets[..., None]
-        return values.flatten(1)[:, : self.num_columns]
+        return values.flatten(1)[:, : self.num_columns].to(dtype)
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:

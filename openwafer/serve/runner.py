@@ -1,7 +1,8 @@
 """What the engine asks of whoever computes the model: one batch of tokens in, logits out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -23,7 +24,8 @@ class Batch:
 class Runner(Protocol):
     """Owns the weights and the key/value cache.
 
-    The logits of a row depend on its sequence's tokens up to it, and on nothing else in the batch, bit for bit.
+    The logits of a row depend on its sequence's tokens up to it, and on nothing else in the batch, bit for bit (a GPU
+    keeps this up to rounding only).
     """
 
     block_size: int
@@ -34,3 +36,32 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """How a token is drawn from a row that nothing is added to or forbidden in; as in `sampler.draw`."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float
+    min_p: float
+    uniform: float  # the random number in [0, 1) that decides
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What came of a batch whose tokens were drawn where the logits are; n wanted rows."""
+
+    tokens: np.ndarray  # [n], of rows with a Draw
+    tops: np.ndarray  # fp32 [n], each row's largest logit: not finite where no token could be drawn
+    logits: np.ndarray  # fp32 [rows without a Draw, vocab], in order
+
+
+@runtime_checkable
+class DrawingRunner(Runner, Protocol):
+    """A runner far from the host, which draws tokens itself: a row of logits is half a megabyte, a token is not."""
+
+    def run_and_draw(self, batch: Batch, draws: Sequence[Draw | None]) -> Drawn:
+        """As `run`, with a token for each wanted row that has a Draw and the logits of the others."""
+        ...

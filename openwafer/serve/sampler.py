@@ -4,6 +4,7 @@ Nothing else goes in, so a request draws the same tokens whenever and beside who
 """
 
 import hashlib
+import math
 import struct
 
 import numpy as np
@@ -39,10 +40,7 @@ def draw(
     adjusted = _adjusted(logits, sampling, place, counts, mask)
     likeliest = int(adjusted.argmax())
     top = adjusted[likeliest]
-    if not np.isfinite(top):
-        if np.isneginf(top):
-            raise SamplingError("no token is allowed here: constraint, logit_bias and min_tokens exclude them all")
-        raise SamplingError("the model's output is not a number: its weights are damaged or overflow the dtype")
+    refuse_infinite(float(top))
     if sampling.temperature == 0:
         return likeliest
     # The maximum goes first, so that a tiny temperature gives zeros and not infinities.
@@ -52,6 +50,14 @@ def draw(
     index = int(np.searchsorted(cumulated, uniform(seed, place) * cumulated[-1], side="right"))
     index = min(index, len(cumulated) - 1)
     return index if ids is None else int(ids[index])
+
+
+def refuse_infinite(top: float) -> None:
+    """The largest logit of a row must be a number, else no token can be drawn."""
+    if not math.isfinite(top):
+        if top == -math.inf:
+            raise SamplingError("no token is allowed here: constraint, logit_bias and min_tokens exclude them all")
+        raise SamplingError("the model's output is not a number: its weights are damaged or overflow the dtype")
 
 
 def logprobs_of(logits: np.ndarray, tokens: list[int], num_top: int) -> list[TokenLogprob]:

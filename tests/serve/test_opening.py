@@ -56,6 +56,11 @@ def test_without_a_compiler_the_definition_runs(
         ({"kv_cache": 100}, "kv_cache 100 is too small"),
         ({"max_context": 1000}, "max_context 1000 is more than the model"),
         ({"speculation": "draft"}, "needs a draft_model"),
+        pytest.param(
+            {"device": "cuda"},
+            "sees no GPU here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_what_cannot_be_is_told(folder: Path, options: dict, reason: str) -> None:

@@ -1,0 +1,289 @@
+"""The kernels of `decode_gpu.py` one by one: whether they are right, how fast each is, and the floor of a prompt."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from openwafer.models.build import build
+from openwafer.models.config import ModelConfig
+from openwafer.serve.gpu.compute import Values, run_steps
+from openwafer.serve.gpu.fast import TritonKernels
+from openwafer.serve.gpu.places import most_numbers, packed, runs_of, unpacked
+from openwafer.serve.gpu.plain import Kernels, PlainKernels
+from openwafer.serve.gpu.plan import Attention, Project, make_plan
+from openwafer.serve.gpu.runner import BLOCK_SIZE, GpuRunner
+from openwafer.serve.gpu.tuning import Tile, Tuning
+from openwafer.serve.matrix import Matrix
+from openwafer.serve.program import Program, Weights, build_program
+from openwafer.serve.runner import Batch
+
+
+def random_program(config: ModelConfig, device: torch.device) -> Program:
+    """Random weights made on the device; bf16 there, fp32 on a CPU."""
+    with torch.device("meta"):
+        module = build(config)
+    generator = torch.Generator(device).manual_seed(0)
+    dtype, form = (torch.bfloat16, "bf16") if device.type == "cuda" else (torch.float32, "fp32")
+    weights: Weights = {}
+    for name, weight in module.named_parameters():
+        if weight.dim() < 2:
+            weights[name] = torch.ones(weight.shape)
+        else:
+            # As wide as the inputs allow without growing: logits far enough apart to be told from rounding.
+            values = torch.randn(weight.shape, generator=generator, device=device, dtype=dtype)
+            weights[name] = Matrix.from_floats(values.mul_(weight.shape[1] ** -0.5), form)
+    return build_program(config, weights)
+
+
+def seconds(work: Callable[[], object], device: torch.device, rounds: int = 10) -> float:
+    """The median time of `work`, after two that are not counted."""
+    times = []
+    for number in range(rounds + 2):
+        elapsed = _device_seconds(work) if device.type == "cuda" else _host_seconds(work)
+        if number >= 2:
+            times.append(elapsed)
+    return statistics.median(times)
+
+
+def _device_seconds(work: Callable[[], object]) -> float:
+    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    began.record()
+    work()
+    ended.record()
+    torch.cuda.synchronize()
+    return began.elapsed_time(ended) / 1e3
+
+
+def _host_seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def matmul_floor(config: ModelConfig, device: torch.device, num_rows: int) -> float:
+    """Seconds of all matrix products of a prompt and of nothing else; the head computes one row."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    width, inner = config.hidden_size, config.feed_forward_size
+    q, kv = config.num_heads * config.head_size, config.kv_heads * config.head_size
+    pairs = []
+    for inputs, outputs in ((width, q + 2 * kv), (q, width), (width, 2 * inner), (inner, width)):
+        rows = torch.randn(num_rows, inputs, device=device, dtype=dtype)
+        pairs.append((rows, torch.randn(outputs, inputs, device=device, dtype=dtype)))
+    head = (
+        torch.randn(1, width, device=device, dtype=dtype),
+        torch.randn(config.vocab_size, width, device=device, dtype=dtype),
+    )
+
+    def products() -> None:
+        for _ in range(config.num_hidden_layers):
+            for rows, weight in pairs:
+                torch.nn.functional.linear(rows, weight)
+        torch.nn.functional.linear(*head)
+
+    return seconds(products, device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A batch with the rows of one kind, and a name for it."""
+
+    name: str
+    counts: list[int]  # rows of each sequence
+    starts: list[int]  # their first positions
+
+
+CASES = (
+    Case(name="1 user", counts=[1], starts=[300]),
+    Case(name="5 users", counts=[1] * 5, starts=[0, 15, 16, 100, 333]),
+    Case(name="64 users", counts=[1] * 64, starts=list(range(64))),
+    Case(name="guesses", counts=[4, 1, 4], starts=[20, 7, 100]),
+    Case(name="pieces of prompts", counts=[65, 1, 30, 100], starts=[0, 50, 33, 200]),
+    Case(name="a whole prompt", counts=[1100], starts=[0]),
+)
+
+
+def check(config: ModelConfig, device: torch.device, cases: Sequence[Case] = CASES, num_tokens: int = 32) -> float:
+    """Prints the error of each fast step beside its plain one, relative to the size of the result; the worst of all."""
+    config = replace(config, num_hidden_layers=min(2, config.num_hidden_layers))
+    program = random_program(config, device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    plan = make_plan(program, device, dtype, config.max_position_embeddings)
+    fast, plain = TritonKernels(), PlainKernels()
+    worst = 0.0
+    with torch.inference_mode():
+        for case in cases:
+            if sum(case.counts) + max(case.starts) > config.max_position_embeddings:
+                continue
+            errors = dict(compare_steps(plan.body, case, config, fast, plain, device, dtype))
+            worst = max(worst, *errors.values())
+            print(f"{case.name:20}" + "  ".join(f"{name} {error:.1e}" for name, error in errors.items()), flush=True)
+    print(f"worst {worst:.1e}: {'right' if worst < 0.02 else 'WRONG'} (bf16 rounds at 4e-3)", flush=True)
+    if num_tokens:
+        compare_answers(program, device, dtype, num_tokens)
+    return worst
+
+
+def compare_steps(
+    steps: tuple,
+    case: Case,
+    config: ModelConfig,
+    fast: Kernels,
+    plain: Kernels,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, float]]:
+    """Each step of the first layer computed by both from the same inputs."""
+    batch, num_blocks = batch_of(case, config)
+    runs = runs_of(batch)
+    singles = np.concatenate(
+        [np.arange(run.first, run.first + run.count) for run in runs if run.count <= 8] or [np.empty(0)]
+    )
+    staged = np.zeros(most_numbers(len(batch.tokens), batch.tables.size), np.int32)
+    count, _ = packed(batch, BLOCK_SIZE, len(batch.tokens), 0, singles.astype(np.int32), staged)
+    places = unpacked(
+        torch.from_numpy(staged).to(device), len(batch.tokens), count, tuple(run for run in runs if run.count > 8)
+    )
+    generator = torch.Generator(device).manual_seed(1)
+    shape = (config.num_hidden_layers, 2, num_blocks, config.kv_heads, BLOCK_SIZE, config.head_size)
+    cache = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+    values = Values({"x": config.hidden_size, "qkv": 0, "attended": 0, "inner": 0, "h": 0}, dtype)
+    run_steps(steps[:1], plain, values, places, cache)
+    stream = values.read(steps[0].dst)
+    names = iter(("qkv", "attend", "out", "gate_up", "down"))
+    inputs: dict[str, torch.Tensor] = {"x": stream}
+    for step in steps[1:6]:
+        if isinstance(step, Attention):
+            other = inputs["qkv"].clone(), cache.clone()
+            for kernels, qkv, held in ((plain, inputs["qkv"], cache), (fast, *other)):
+                kernels.rotate_and_store(step, qkv, places, *held[step.attend.layer])
+            yield "rotate", error(other[0], inputs["qkv"])
+            yield "store", error(other[1], cache)
+            arguments = step, inputs["qkv"], places, *cache[step.attend.layer]
+            inputs["attended"] = plain.attend(*arguments)
+            yield next(names), error(fast.attend(*arguments), inputs["attended"])
+        elif isinstance(step, Project) and step.adds:
+            mine, source = stream.clone(), inputs[step.src.buffer]
+            fast.project_into(step, source, mine)
+            plain.project_into(step, source, stream)
+            yield next(names), error(mine, stream)
+        elif isinstance(step, Project):
+            found = plain.project(step, inputs[step.src.buffer], wide=False)
+            yield next(names), error(fast.project(step, inputs[step.src.buffer], wide=False), found)
+            inputs[step.dst.buffer] = found
+
+
+def batch_of(case: Case, config: ModelConfig) -> tuple[Batch, int]:
+    """Random tokens; blocks in any order."""
+    rng = np.random.default_rng(0)
+    counts, starts = case.counts, case.starts
+    width = max(-(-(start + count) // BLOCK_SIZE) for start, count in zip(starts, counts, strict=True))
+    num_blocks = width * len(counts)
+    batch = Batch(
+        tokens=rng.integers(0, config.vocab_size, sum(counts)).astype(np.int32),
+        positions=np.concatenate([np.arange(s, s + c) for s, c in zip(starts, counts, strict=True)]).astype(np.int32),
+        sequences=np.repeat(np.arange(len(counts)), counts).astype(np.int32),
+        tables=rng.permutation(num_blocks).reshape(len(counts), width).astype(np.int32),
+        logit_rows=np.array([0], np.int32),
+    )
+    return batch, num_blocks
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the whole, relative; not a number counts as infinite."""
+    value = float((found.float() - expected.float()).norm() / expected.float().norm())
+    return value if value == value else float("inf")
+
+
+def compare_answers(program: Program, device: torch.device, dtype: torch.dtype, num_tokens: int) -> None:
+    """Greedy tokens of four users, fast and plain, and the logits of both after the plain path's tokens."""
+    config = program.config
+    paths = []
+    for kernels in (TritonKernels(), PlainKernels()):
+        paths.append(
+            GpuRunner(
+                program,
+                num_blocks=64,
+                max_rows=256,
+                max_sequences=4,
+                device=device,
+                dtype=dtype,
+                kernels=kernels,
+            )
+        )
+    fast, plain = paths
+    prompts = np.random.default_rng(0).integers(0, config.vocab_size, (4, 20)).astype(np.int32)
+    tables = np.arange(64, dtype=np.int32).reshape(4, 16)
+    equal, errors, tokens, at = 0, [], prompts, np.arange(20)
+    for _ in range(num_tokens):
+        batch = Batch(
+            tokens=tokens.reshape(-1).copy(),
+            positions=np.tile(at, 4).astype(np.int32),
+            sequences=np.repeat(np.arange(4), len(at)).astype(np.int32),
+            tables=tables,
+            logit_rows=(np.arange(4) * len(at) + len(at) - 1).astype(np.int32),
+        )
+        mine, other = fast.run(batch).copy(), plain.run(batch).copy()
+        errors.append(float(np.linalg.norm(mine - other) / np.linalg.norm(other)))
+        equal += int((mine.argmax(1) == other.argmax(1)).sum())
+        tokens, at = other.argmax(1)[:, None].astype(np.int32), at[-1:] + 1
+    print(f"greedy tokens: {equal} of {4 * num_tokens} equal; logits differ by {max(errors):.1e} at most", flush=True)
+
+
+def tune(config: ModelConfig, device: torch.device) -> None:
+    """The bandwidth of each product of a layer and the head with several tiles; the library's beside them."""
+    tiles = [
+        Tile(num_outputs=n, num_inputs=k, num_warps=w, num_stages=s)
+        for n, k, w, s in (
+            *((4, 1024, 4, 1), (8, 1024, 4, 1), (16, 512, 4, 1), (8, 512, 4, 1), (8, 2048, 8, 1), (4, 2048, 8, 1)),
+            *((8, 1024, 4, 3), (8, 512, 4, 4), (16, 512, 8, 1), (2, 1024, 2, 1), (4, 512, 2, 1)),
+        )
+    ]
+    skinny = [
+        Tile(num_outputs=n, num_inputs=k, num_warps=w, num_stages=s)
+        for n, k, w, s in (
+            (16, 256, 4, 4),
+            (32, 128, 4, 4),
+            (32, 128, 4, 6),
+            (32, 256, 4, 3),
+            (64, 128, 4, 4),
+            (64, 64, 4, 6),
+        )
+    ]
+    dtype = torch.bfloat16
+    one_layer = replace(config, num_hidden_layers=1)
+    plan = make_plan(random_program(one_layer, device), device, dtype, 64)
+    steps = [step for step in (*plan.body, *plan.head) if isinstance(step, Project)]
+    for num_rows, candidates in ((1, tiles), (8, skinny), (32, skinny), (128, [])):
+        for step in steps:
+            src = torch.randn(num_rows, step.weight.shape[1], device=device, dtype=dtype)
+            best = [(_rate(step, src, PlainKernels(), device), "library")]
+            for tile in candidates:
+                tuning = Tuning(gemv=tile, skinny=tile, skinny_rows=64)
+                best.append((_rate(step, src, TritonKernels(tuning), device), _shown(tile)))
+            best.sort(reverse=True)
+            shown = "  ".join(f"{name} {rate / 1e12:.2f}" for rate, name in best[:4])
+            library = next(rate for rate, name in best if name == "library")
+            shape = str(list(step.weight.shape))
+            print(f"{num_rows:4} rows {shape:16} TB/s: {shown}  (library {library / 1e12:.2f})", flush=True)
+
+
+def _rate(step: Project, src: torch.Tensor, kernels: Kernels, device: torch.device) -> float:
+    """Bytes of weights per second, over copies of the weight that no cache holds, recorded as a graph."""
+    size = step.weight.numel() * step.weight.element_size()
+    steps = [replace(step, weight=step.weight.clone()) for _ in range(max(2, (1 << 30) // size))]
+    kernels.project(steps[0], src, wide=False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for each in steps:
+            kernels.project(each, src, wide=False)
+    return len(steps) * size / seconds(graph.replay, device)
+
+
+def _shown(tile: Tile) -> str:
+    return f"{tile.num_outputs}x{tile.num_inputs} warps {tile.num_warps} stages {tile.num_stages}"

@@ -1,0 +1,114 @@
+"""From the works of a step to the runner's batch, and back from its results to each work."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+
+from openwafer.serve.runner import Batch, Draw, DrawingRunner, Runner
+from openwafer.serve.sampler import uniform
+from openwafer.serve.scheduler import Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What a step found for one work: the logits of its last rows, or the tokens drawn from them already."""
+
+    logits: np.ndarray | None = None  # fp32 [n, vocab]
+    tokens: Items[int] | None = None  # n, where there are no logits
+    tops: Items[float] | None = None  # n, the largest logits, with `tokens`
+
+    def __len__(self) -> int:
+        found = self.tokens if self.logits is None else self.logits
+        assert found is not None
+        return len(found)
+
+
+def run_works(runner: Runner, works: Items[Work]) -> list[Rows]:
+    """Compute a step; tokens are drawn by the runner where it can and the request asks for nothing special."""
+    counts = [num_logit_rows(work) for work in works]
+    batch = make_batch(works, counts)
+    starts = np.cumsum([0, *counts]).tolist()
+    if not isinstance(runner, DrawingRunner):
+        logits = runner.run(batch)
+        return [Rows(logits=logits[start : start + count]) for start, count in zip(starts, counts, strict=False)]
+    draws = [draw for work, count in zip(works, counts, strict=True) for draw in _draws(work, count)]
+    drawn = runner.run_and_draw(batch, draws)
+    tokens, tops = drawn.tokens.tolist(), drawn.tops.tolist()
+    results: list[Rows] = []
+    num_logits = 0
+    for start, count in zip(starts, counts, strict=False):
+        if count and draws[start] is None:
+            results.append(Rows(logits=drawn.logits[num_logits : num_logits + count]))
+            num_logits += count
+        else:
+            stop = start + count
+            results.append(Rows(tokens=tokens[start:stop], tops=tops[start:stop]))
+    return results
+
+
+def make_batch(works: Items[Work], num_logits: Items[int]) -> Batch:
+    """The tokens of all works; of each, the logits of its last rows are wanted."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    sequences: list[int] = []
+    logit_rows: list[int] = []
+    for index, (work, count) in enumerate(zip(works, num_logits, strict=True)):
+        sequence = work.sequence
+        known = len(sequence.tokens)
+        if work.stop == known == work.start + 1:
+            # A decoded token, which most works are: with 128 of them a step's time on the host is felt.
+            logit_rows += [len(tokens)] * count
+            tokens.append(sequence.tokens[-1])
+            positions.append(work.start)
+            sequences.append(index)
+            continue
+        tokens += sequence.tokens[work.start : min(work.stop, known)]
+        tokens += sequence.drafts[: max(0, work.stop - known)]
+        positions += range(work.start, work.stop)
+        sequences += [index] * (work.stop - work.start)
+        logit_rows += range(len(tokens) - count, len(tokens))
+    tables = np.zeros((len(works), max(len(work.sequence.blocks) for work in works)), np.int32)
+    for row, work in zip(tables, works, strict=True):
+        row[: len(work.sequence.blocks)] = work.sequence.blocks
+    return Batch(
+        tokens=np.array(tokens, np.int32),
+        positions=np.array(positions, np.int32),
+        sequences=np.array(sequences, np.int32),
+        tables=tables,
+        logit_rows=np.array(logit_rows, np.int32),
+    )
+
+
+def num_logit_rows(work: Work) -> int:
+    """The last rows of a work, those whose logits are looked at."""
+    sequence = work.sequence
+    if sequence.request.sampling.prompt_logprobs and len(sequence.prompt_logprobs) < sequence.num_prompt:
+        return work.stop - work.start
+    return work.stop - len(sequence.tokens) + 1 if work.draws else 0
+
+
+def _draws(work: Work, count: int) -> Items[Draw | None]:
+    """How the last `count` rows of a work are drawn from; None for all where the host must see the logits."""
+    sequence, request = work.sequence, work.sequence.request
+    sampling = request.sampling
+    if (
+        request.constraint is not None
+        or sampling.logit_bias
+        or sampling.num_logprobs is not None
+        or sampling.prompt_logprobs
+        or sampling.frequency_penalty != 0
+        or sampling.presence_penalty != 0
+        or (sampling.stop_ids and sequence.num_drawn < sampling.min_tokens)
+    ):
+        return [None] * count
+    return [
+        Draw(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            uniform=uniform(sequence.seed, sequence.num_drawn + index) if sampling.temperature > 0 else 0.0,
+        )
+        for index in range(count)
+    ]

@@ -1,0 +1,285 @@
+"""The steps of a plan with Triton kernels where they pay, and with the library's matrix products elsewhere.
+
+Everything here computes what `plain.PlainKernels` does, up to rounding.
+"""
+
+import logging
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from openwafer.serve.gpu.places import Places, Run
+from openwafer.serve.gpu.plain import Kernels, PlainKernels, product
+from openwafer.serve.gpu.plan import Attention, Project
+from openwafer.serve.gpu.tuning import Tuning
+from openwafer.serve.program import Norm, Program
+
+_log = logging.getLogger(__name__)
+
+
+def best_kernels(program: Program) -> Kernels:
+    """The fast ones where there is Triton and the heads have a size that they take."""
+    size = program.config.head_size
+    if find_spec("triton") is None:
+        _log.warning("Triton is not installed: the model runs in plain PyTorch operations, without graphs and slower")
+        return PlainKernels()
+    if size < 16 or size & (size - 1):
+        _log.warning("heads of size %d are no power of two: plain PyTorch operations, without graphs and slower", size)
+        return PlainKernels()
+    return TritonKernels()
+
+
+class TritonKernels(PlainKernels):
+    records = True
+
+    def __init__(self, tuning: Tuning | None = None) -> None:
+        from openwafer.serve.gpu import attention, gemv, rows
+
+        # Untyped: the kernels are there only where Triton is.
+        self._gemv: Any = gemv.gemv_kernel
+        self._skinny: Any = gemv.skinny_kernel
+        self._norm: Any = rows.norm_kernel
+        self._gate: Any = rows.gate_kernel
+        self._rotate: Any = rows.rotate_and_store_kernel
+        self._decode: Any = attention.decode_kernel
+        self._merge: Any = attention.merge_kernel
+        self._prompt: Any = attention.prompt_kernel
+        self.tuning = tuning or Tuning()
+        self._tiles: tuple[tuple[Run, ...], torch.Tensor] | None = None  # those of the last batch: all layers share
+
+    def norm(self, step: Norm, src: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        num_rows, width = src.shape
+        run = step.weight.shape[0]
+        out = torch.empty(num_rows, width, dtype=dtype, device=src.device)
+        self._norm[(num_rows, width // run)](
+            src,
+            step.weight,
+            step.weight if step.bias is None else step.bias,
+            out,
+            step.eps,
+            src.stride(0),
+            out.stride(0),
+            WIDTH=run,
+            CENTRED=step.centred,
+            BLOCK=_power_of_two(run),
+            num_warps=8 if run > 2048 else 4,
+        )
+        return out
+
+    def project(self, step: Project, src: torch.Tensor, wide: bool) -> torch.Tensor:
+        dtype = torch.float32 if wide else step.weight.dtype
+        if self._is_small(step, src):
+            out = torch.empty(src.shape[0], step.num_outputs, dtype=dtype, device=src.device)
+            self._small(step, src, out, adds=False)
+            return out
+        rows = src.to(step.weight.dtype) if step.norm is None else self.norm(step.norm, src, step.weight.dtype)
+        out = product(rows, step.weight, wide)
+        if step.bias is not None:
+            out = (out + step.bias).to(out.dtype)
+        return self._activated(step, out)
+
+    def project_into(self, step: Project, src: torch.Tensor, dst: torch.Tensor) -> None:
+        if self._is_small(step, src):
+            self._small(step, src, dst, adds=True)
+        else:
+            dst += self.project(step, src, wide=False)
+
+    def rotate_and_store(
+        self, step: Attention, qkv: torch.Tensor, places: Places, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        attend, num_kv_heads = step.attend, keys.shape[1]
+        num_heads = attend.q.width // attend.head_size
+        self._rotate[(qkv.shape[0], num_heads + 2 * num_kv_heads)](
+            qkv,
+            qkv if step.turns is None else step.turns,
+            places.positions,
+            places.slots,
+            keys,
+            values,
+            qkv.stride(0),
+            TURNS=step.turns is not None,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HALF=attend.head_size // 2,
+            BLOCK_SIZE=keys.shape[2],
+            num_warps=1,
+        )
+
+    def attend(
+        self, step: Attention, qkv: torch.Tensor, places: Places, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.empty(qkv.shape[0], step.attend.q.width, dtype=qkv.dtype, device=qkv.device)
+        if len(places.singles):
+            self.attend_singles(step, qkv, places, keys, values, out)
+        whole = [run for run in places.runs if self._is_whole(step, run)]
+        for run in whole:
+            _attend_whole(step, qkv, run, out)
+        if len(whole) < len(places.runs):
+            self._attend_pieces(step, qkv, places, keys, values, out)
+        return out
+
+    def attend_singles(
+        self,
+        step: Attention,
+        qkv: torch.Tensor,
+        places: Places,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        attend, num_kv_heads, size = step.attend, keys.shape[1], step.attend.head_size
+        num_heads, count = attend.q.width // size, len(places.singles)
+        group = num_heads // num_kv_heads
+        wanted = -(-self.tuning.num_programs // (count * num_kv_heads))
+        num_parts = min(32, _power_of_two(wanted))
+        num_slots = count * num_heads * num_parts if num_parts > 1 else 1
+        parts = torch.empty(num_slots, size, device=qkv.device)
+        tops, totals = torch.empty(num_slots, device=qkv.device), torch.empty(num_slots, device=qkv.device)
+        self._decode[(count, num_kv_heads, num_parts)](
+            qkv,
+            keys,
+            values,
+            places.singles,
+            places.positions,
+            places.sequences,
+            places.tables,
+            places.width,
+            out,
+            parts,
+            tops,
+            totals,
+            attend.scale,
+            qkv.stride(0),
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=group,
+            BLOCK_G=max(16, _power_of_two(group)),
+            HEAD_SIZE=size,
+            BLOCK_SIZE=keys.shape[2],
+            WINDOW=attend.window or 0,
+            PARTS=num_parts,
+            BLOCK_N=self.tuning.decode_tokens,
+            num_warps=4,
+        )
+        if num_parts > 1:
+            self._merge[(count, num_heads)](
+                parts,
+                tops,
+                totals,
+                places.singles,
+                out,
+                NUM_HEADS=num_heads,
+                HEAD_SIZE=size,
+                PARTS=num_parts,
+                num_warps=2,
+            )
+
+    def _attend_pieces(
+        self,
+        step: Attention,
+        qkv: torch.Tensor,
+        places: Places,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Runs of rows that the library's attention does not take, all in one launch."""
+        attend, num_heads = step.attend, step.attend.q.width // step.attend.head_size
+        runs = tuple(run for run in places.runs if not self._is_whole(step, run))
+        if self._tiles is None or self._tiles[0] != runs:
+            self._tiles = runs, torch.from_numpy(tiles_of(runs, self.tuning.prompt_rows)).to(qkv.device)
+        tiles = self._tiles[1]
+        self._prompt[(len(tiles), num_heads)](
+            qkv,
+            keys,
+            values,
+            tiles,
+            places.tables,
+            places.width,
+            out,
+            attend.scale,
+            qkv.stride(0),
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=keys.shape[1],
+            HEAD_SIZE=attend.head_size,
+            BLOCK_SIZE=keys.shape[2],
+            WINDOW=attend.window or 0,
+            BLOCK_M=self.tuning.prompt_rows,
+            BLOCK_N=self.tuning.prompt_tokens,
+            num_warps=4,
+        )
+
+    def _is_whole(self, step: Attention, run: Run) -> bool:
+        """A prompt from its beginning, long enough for the library's attention to be worth a launch of its own."""
+        return run.start == 0 and step.attend.window is None and run.count >= self.tuning.library_attention_rows
+
+    def _is_small(self, step: Project, src: torch.Tensor) -> bool:
+        is_rms = step.norm is None or not step.norm.centred
+        return src.shape[0] <= self.tuning.skinny_rows and (is_rms or src.shape[0] > 1)
+
+    def _small(self, step: Project, src: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
+        """One row, or few: `out` is written or added to."""
+        weight, bias = step.weight, step.weight if step.bias is None else step.bias
+        num_rows, num_inputs = src.shape
+        flags = {
+            "NUM_INPUTS": num_inputs,
+            "HAS_BIAS": step.bias is not None,
+            "ADDS": adds,
+            "GATED": step.gated,
+            "KIND": step.activation or "none",
+        }
+        tile = self.tuning.gemv if num_rows == 1 else self.tuning.skinny
+        num_outputs = tile.num_outputs // 2 if step.gated else tile.num_outputs
+        if num_rows > 1:
+            num_outputs = max(16, num_outputs)  # as the tensor cores want
+        flags |= {"BLOCK_N": num_outputs, "STAGES": tile.num_stages, "num_warps": tile.num_warps}
+        flags["BLOCK_K"] = min(tile.num_inputs, max(16, _power_of_two(num_inputs)))
+        grid = (-(-step.num_outputs // num_outputs),)
+        if num_rows == 1:
+            norm = step.norm
+            eps, gain = (0.0, weight) if norm is None else (norm.eps, norm.weight)
+            self._gemv[grid](src, gain, weight, bias, out, eps, step.num_outputs, HAS_NORM=norm is not None, **flags)
+            return
+        rows = src.to(weight.dtype) if step.norm is None else self.norm(step.norm, src, weight.dtype)
+        strides = rows.stride(0), out.stride(0)
+        block_m = max(16, _power_of_two(num_rows))
+        self._skinny[grid](rows, weight, bias, out, num_rows, step.num_outputs, *strides, BLOCK_M=block_m, **flags)
+
+    def _activated(self, step: Project, out: torch.Tensor) -> torch.Tensor:
+        if not step.gated:
+            return self.activate(step, out)
+        num_rows, width = out.shape[0], step.num_outputs
+        gated = torch.empty(num_rows, width, dtype=out.dtype, device=out.device)
+        block = min(1024, _power_of_two(width))
+        self._gate[(num_rows, -(-width // block))](out, gated, width, KIND=step.activation or "none", BLOCK=block)
+        return gated
+
+
+def tiles_of(runs: tuple[Run, ...], num_rows: int) -> np.ndarray:
+    """Runs cut into tiles of at most `num_rows` rows: int32 [tiles, 4], as `prompt_kernel` reads them."""
+    tiles = [
+        (run.first + at, min(num_rows, run.count - at), run.start + at, run.sequence)
+        for run in runs
+        for at in range(0, run.count, num_rows)
+    ]
+    # The last tiles of a prompt see the most: they begin first, so that no long one is left over at the end.
+    return np.array(sorted(tiles, key=lambda tile: -tile[2]), np.int32)
+
+
+def _attend_whole(step: Attention, qkv: torch.Tensor, run: Run, out: torch.Tensor) -> None:
+    """A whole prompt, from its own rows rather than from the cache."""
+    attend = step.attend
+    rows = slice(run.first, run.first + run.count)
+    q, k, v = (
+        qkv[rows, span.start : span.start + span.width].unflatten(1, (-1, attend.head_size)).transpose(0, 1)[None]
+        for span in (attend.q, attend.k, attend.v)
+    )
+    found = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=attend.scale, enable_gqa=True)
+    out[rows] = found[0].transpose(0, 1).flatten(1)
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest one that is not less."""
+    return 1 << max(0, number - 1).bit_length()

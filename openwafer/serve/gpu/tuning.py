@@ -1,0 +1,27 @@
+"""Sizes that the fast kernels work in. They change the speed and the order of sums, not what is computed."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """What one program of a kernel takes at once."""
+
+    num_outputs: int  # gated layers take half: each output reads two rows of the weight
+    num_inputs: int
+    num_warps: int
+    num_stages: int  # tiles read ahead; 1: the compiler's order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Chosen for a GPU with about 130 multiprocessors; `bench/decode_gpu.py --parts tune` tries others."""
+
+    gemv: Tile = field(default_factory=lambda: Tile(num_outputs=8, num_inputs=1024, num_warps=4, num_stages=1))
+    skinny: Tile = field(default_factory=lambda: Tile(num_outputs=32, num_inputs=128, num_warps=4, num_stages=4))
+    skinny_rows: int = 16  # more rows go to the library's matrix products
+    num_programs: int = 264  # that decoding attention should have at least: two for each multiprocessor
+    decode_tokens: int = 32  # keys that decoding attention takes at once
+    prompt_rows: int = 64
+    prompt_tokens: int = 64
+    library_attention_rows: int = 1024  # a whole prompt of at least this length goes to the library's attention
