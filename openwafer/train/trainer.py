@@ -65,6 +65,7 @@ class Trainer:
         self._engine: Streamed | None = None
         self._closer: Callable[[], object] = lambda: None  # gives back what the engine stands on
         self._is_closed = False
+        self._example: MicroBatch | None = None  # the first micro-batch: what the model was captured with
         self._eval_graph: Graph | None = None
         self._resumed: checkpoint.Checkpoint | None = None
         if micro_batch_size is not None and micro_batch_size < 1:
@@ -130,20 +131,28 @@ class Trainer:
                 or not all(isinstance(micro_batch, Mapping) for micro_batch in batch)
             ):
                 raise UserError("a batch is a mapping of names to tensors, or a list of such micro-batches, not empty")
-            return [_own_views(micro_batch) for micro_batch in batch]
+            return [self._in_order(micro_batch) for micro_batch in batch]
         sizes = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
         size = self.micro_batch_size
         if size is None or not sizes:
-            return [_own_views(batch)]
+            return [self._in_order(batch)]
         if len(set(sizes.values())) > 1:
             raise UserError(f"the entries of a batch differ in their first dimension: {sizes}")
         total = next(iter(sizes.values()))
         if total % size:
             raise UserError(f"micro_batch_size {size} does not divide the batch of {total} samples")
         return [
-            {name: value[start : start + size] if name in sizes else value for name, value in batch.items()}
+            self._in_order({n: value[start : start + size] if n in sizes else value for n, value in batch.items()})
             for start in range(0, total, size)
         ]
+
+    def _in_order(self, batch: MicroBatch) -> MicroBatch:
+        """The entries as the first batch had them: the captured model knows its inputs by their places."""
+        names = list(batch) if self._example is None else list(self._example)
+        if batch.keys() != set(names):
+            raise UserError(f"a batch has the entries {sorted(batch)}, the first one had {sorted(names)}")
+        # One tensor may be given under two names, as ids and labels often are; the model has an input for each.
+        return {n: batch[n].view_as(batch[n]) if isinstance(batch[n], Tensor) else batch[n] for n in names}
 
     # State
 
@@ -207,6 +216,7 @@ class Trainer:
                 f"{stored.folder} was trained with the optimizer {kind}, not {self.optimizer.kind}, whose state it has "
                 f"not: load it into a Trainer with OptimizerConfig(kind={kind!r})"
             )
+        assert self._example is not None
         graph = with_groups(self._capture(self._example, training=True), self.optimizer.groups)
         plan = Plan(
             graph=graph,
@@ -259,11 +269,6 @@ def _close(assembly: Assembly, workers: Workers | None) -> None:
     if workers is not None:
         workers.close()
     assembly.close()
-
-
-def _own_views(batch: MicroBatch) -> MicroBatch:
-    """One tensor may be given under two names, as ids and labels often are; the model has an input for each."""
-    return {name: value.view_as(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def _repeated(data: Iterable[Batch], num_steps: int | None) -> Iterator[Batch]:

@@ -234,6 +234,16 @@ def test_one_tensor_under_two_names() -> None:
     assert losses[0] == losses[1]
 
 
+def test_entries_are_known_by_their_names() -> None:
+    model, batch = build(ModelConfig(**TINY)), tokens(0)
+    swapped = {"labels": batch["labels"], "input_ids": batch["input_ids"]}
+    straight, other = ow.Trainer(model), ow.Trainer(model)
+    assert [straight.step(batch), straight.step(batch)] == [other.step(batch), other.step(swapped)]
+    assert straight.evaluate(batch) == other.evaluate(swapped) == other.evaluate(batch)
+    with pytest.raises(ow.UserError, match=r"the entries \['input_ids', 'target'\], the first one had \['input_ids', "):
+        other.step({"input_ids": batch["input_ids"], "target": batch["labels"]})
+
+
 def test_an_iterator_loses_no_batch_between_two_fits() -> None:
     taken: list[int] = []
 
