@@ -219,25 +219,28 @@ def main() -> None:
     fighting = busy_mesh(60, 1024, distance=2, every=1)
     gemm = GemmConfig(algorithm="mesh")
     in_child_alone(lambda: run_layout(busy, 1))  # the first to use so much memory waits for the system to find it
-    rows = [
-        measure("reference in Python, busy mesh 12 x 12", reference_case),
-        measure("router loop in C, busy mesh 64 x 64", lambda: run_router_loop(small, 1024)),
-        measure("router loop in C, contended mesh 60 x 60", lambda: run_router_loop(fighting, 1024)),
-        measure("busy mesh 64 x 64, 1 thread", lambda: run_layout(small, 1)),
-        measure("busy mesh 320 x 320, 1 thread", lambda: run_layout(busy, 1)),
-        measure("busy mesh 320 x 320, 2 threads", lambda: run_layout(busy, 2)),
-        measure("contended mesh 60 x 60, 1 thread", lambda: run_layout(fighting, 1)),
-        measure("MeshGEMM 480^3 on 60 x 60", lambda: kernel(run_meshgemm(gemm, WSE3, Setting()))),
+    cases: list[tuple[str, Callable[[], Run]]] = [
+        ("busy mesh 320 x 320, 1 thread", lambda: run_layout(busy, 1)),
+        ("busy mesh 320 x 320, 2 threads", lambda: run_layout(busy, 2)),
+        ("reference in Python, busy mesh 12 x 12", reference_case),
+        ("router loop in C, busy mesh 64 x 64", lambda: run_router_loop(small, 1024)),
+        ("router loop in C, contended mesh 60 x 60", lambda: run_router_loop(fighting, 1024)),
+        ("busy mesh 64 x 64, 1 thread", lambda: run_layout(small, 1)),
+        ("contended mesh 60 x 60, 1 thread", lambda: run_layout(fighting, 1)),
+        ("MeshGEMM 480^3 on 60 x 60", lambda: kernel(run_meshgemm(gemm, WSE3, Setting()))),
     ]
     if not args.quick:
         gemv, whole = GemvConfig(grid=600, size=16800), BroadcastConfig(width=750, height=994, words=1024)
-        rows += [
-            measure("GEMV 16,800^2 on 600 x 600", lambda: kernel(run_gemv(gemv, WSE3, Setting()))),
-            measure("broadcast of 1024 words, 750 x 994", lambda: kernel(run_broadcast(whole, WSE2, Setting()))),
-            measure("all-reduce of 1024 words, 750 x 994", lambda: run_layout(all_reduce(750, 994, 1024), None)),
+        cases += [
+            ("GEMV 16,800^2 on 600 x 600", lambda: kernel(run_gemv(gemv, WSE3, Setting()))),
+            ("broadcast of 1024 words, 750 x 994", lambda: kernel(run_broadcast(whole, WSE2, Setting()))),
+            ("all-reduce of 1024 words, 750 x 994", lambda: run_layout(all_reduce(750, 994, 1024), None)),
         ]
-    if args.json:
-        args.json.write_text(json.dumps({"rows": rows}, indent=1), encoding="utf-8")
+    rows = []
+    for name, work in cases:
+        rows.append(measure(name, work))
+        if args.json:
+            args.json.write_text(json.dumps({"rows": rows}, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

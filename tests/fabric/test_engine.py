@@ -191,7 +191,7 @@ def test_engine_and_reference_agree(scenario: dict) -> None:
 
 
 @st.composite
-def relays(draw: st.DrawFn) -> list[list[tuple]]:
+def relays(draw: st.DrawFn) -> list:
     """Rows of PEs that compute on a stream as it passes; each PE may write over its operand at any time."""
     length = draw(st.integers(3, 7))
     sizes = draw(st.lists(st.integers(1, ARRAY), min_size=1, max_size=2))
