@@ -28,7 +28,7 @@ class InstructionCosts:
     loop_inner: int  # one iteration of a scalar-indexed loop, besides its body
     loop_outer: int  # one iteration of a loop around such loops
     divide: int  # one division, exponential or square root
-    reroute: int  # programming router and queues for a broadcast whose sender is another than before
+    reroute: int  # before a broadcast whose sender is another than before; fitted to the SUMMA rows
 
 
 @dataclass(frozen=True, kw_only=True)

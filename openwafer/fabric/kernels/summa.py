@@ -6,8 +6,8 @@ to the next router and to its core. Only one PE of a line sends on a colour at a
 ones, and the sender of step k+2 starts when it has the tile of step k+1, a whole step later. Tiles of step k+1 travel
 while those of step k are multiplied.
 
-The sender moves on in every step, and the measured programs set up router and queues for each broadcast anew. Ours
-could do without, but its cycles are held to theirs: every PE spends the time (`reroute`) once per axis and step.
+The measured steps take longer than this needs. We suppose that those programs set up router and queues anew for each
+broadcast, because its sender moves on, and let every PE spend the time (`reroute`, fitted) once per axis and step.
 """
 
 import numpy as np
