@@ -28,6 +28,7 @@ class InstructionCosts:
     loop_inner: int  # one iteration of a scalar-indexed loop, besides its body
     loop_outer: int  # one iteration of a loop around such loops
     divide: int  # one division, exponential or square root
+    reroute: int  # before a broadcast whose sender is another than before; fitted to the SUMMA rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +85,9 @@ _WSE2_COSTS = InstructionCosts(
     task_start=13,
     scalar=1,
     loop_inner=43,
-    loop_outer=25,
+    loop_outer=10,
     divide=50,
+    reroute=65,
 )
 # Multiply-accumulates of WSE-3: max(5, 2 * groups - 1) cycles apart, 40 cycles per outer step. The forward latency
 # and the 2 cycles per hop below solve the slopes over P of two measured kernels, the fabric start-up their offset
@@ -103,6 +105,7 @@ _WSE3_COSTS = InstructionCosts(
     loop_inner=0,
     loop_outer=40,
     divide=50,
+    reroute=65,
 )
 
 WSE1 = Wafer(

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_argument("--clock_ghz", type=float, metavar="X", help="for seconds; cycles do not depend on it")
         command.add_argument("--engine", choices=["auto", "c", "reference"], default="auto", help="(default auto)")
         command.add_argument("--seed", type=int, default=0, metavar="N", help="of the random data (default 0)")
-        command.add_argument("--heat_map", type=Path, metavar="FILE.svg", help="draw how busy each PE was")
+        command.add_argument("--heat_map", type=Path, metavar="FILE.svg|.png", help="draw how busy each PE was")
         command.add_argument("--trace", type=Path, metavar="FILE.json", help="write a trace for Perfetto")
         command.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> None:
 
     kernel = KERNELS[args.kernel]
     chip = wafer(args.system)
+    _check_picture(args.heat_map)
     if args.clock_ghz is not None:
         if not args.clock_ghz > 0:
             raise UserError(f"--clock_ghz must be above 0, got {args.clock_ghz}")
@@ -64,6 +65,14 @@ def run(args: argparse.Namespace) -> None:
             f"{args.kernel}: the result differs from NumPy by {outcome.max_error:.3g} of the largest value, more than "
             f"{outcome.tolerance:.3g}: this is a bug of the kernel or the engine, please report it"
         )
+
+
+def _check_picture(path: Path | None) -> None:
+    """Before the run: it may take minutes."""
+    from openwafer.fabric.heatmap import SUFFIXES
+
+    if path is not None and path.suffix.lower() not in SUFFIXES:
+        raise UserError(f"--heat_map writes {' or '.join(SUFFIXES)} files, got {str(path)!r}: name it so")
 
 
 def _show_progress(cycle: int) -> None:
@@ -116,14 +125,15 @@ def _write_files(outcome: "Outcome", args: argparse.Namespace) -> None:
         return
     if not isinstance(machine, EngineMachine):
         raise UserError("--trace and --heat_map need the C engine, which could not be built here")
-    texts = []
+    files: list[tuple[Path, bytes]] = []
     if args.heat_map is not None:
         title = f"{args.kernel} on {args.system}: share of cycles busy"
-        texts.append((args.heat_map, heat_map(busy_share(machine, outcome.report.cycles), title)))
+        shares = busy_share(machine, outcome.report.cycles)
+        files.append((args.heat_map, heat_map(shares, title, args.heat_map.suffix.lower())))
     if args.trace is not None:
-        texts.append((args.trace, trace(machine)))
-    for path, text in texts:
+        files.append((args.trace, trace(machine).encode()))
+    for path, content in files:
         try:
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(content)
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None

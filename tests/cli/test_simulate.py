@@ -31,6 +31,22 @@ def test_heat_map_and_trace_are_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert "cycles" in capsys.readouterr().out
 
 
+def test_a_png_heat_map_is_chosen_by_its_suffix(tmp_path: Path) -> None:
+    picture = tmp_path / "wafer.PNG"
+    assert main(["simulate", "broadcast", "--width", "5", "--height", "4", "--heat_map", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_suffix_is_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "wafer.jpg"
+    assert main(["simulate", "broadcast", "--heat_map", str(picture)]) == 2
+    printed = capsys.readouterr()
+    assert ".svg or .png" in printed.err
+    assert "wafer.jpg" in printed.err
+    assert "cycles" not in printed.out
+    assert not picture.exists()
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -5,9 +5,11 @@ import pytest
 
 from openwafer.fabric.engine import EngineMachine
 from openwafer.fabric.image import Image
+from openwafer.fabric.kernels.allreduce import TwoLevel
 from openwafer.fabric.kernels.axis import Axis
 from openwafer.fabric.kernels.matrices import GemmConfig
 from openwafer.fabric.kernels.meshgemm import A_BACK, A_RING, B_RING, place, route_ring
+from openwafer.fabric.kernels.reduce import line_program
 from openwafer.fabric.kernels.stencil import StencilConfig
 from openwafer.fabric.kernels.stencil import place as place_stencil
 from openwafer.fabric.layout import Layout
@@ -30,7 +32,17 @@ def gemm() -> Layout:
     return layout
 
 
-@pytest.mark.parametrize("build", [stencil, gemm])
+def columns() -> Layout:
+    """Sums that are computed on their way over the border, and a broadcast back."""
+    layout = Layout(WSE2, 3, 20)
+    axis, collective = Axis(layout, "y"), TwoLevel(20, 7)
+    collective.route(axis)
+    for index in range(20):
+        layout.place(line_program, axis.rect(index), collective=collective, index=index, words=50)
+    return layout
+
+
+@pytest.mark.parametrize("build", [stencil, gemm, columns])
 def test_two_threads_agree_with_one(build) -> None:
     results = []
     for num_threads in (1, 2):

@@ -59,7 +59,7 @@ def scenarios(draw: st.DrawFn) -> dict:
         sources = [0] + ([second] if second else [])
         for source in sources:
             for size in sizes:
-                send = draw(st.sampled_from(["mov", "mov", "add", "reg"]))
+                send = draw(st.sampled_from(["mov", "mov", "back", "add", "reg"]))
                 actions[path[source][:2]].append((send, colour, size, dtype, draw(st.sampled_from([0, 0, 0, 1]))))
                 if switches and draw(st.booleans()):
                     actions[path[draw(st.sampled_from(switches))][:2]].append(("advance", colour, 1, dtype, 0))
@@ -78,7 +78,13 @@ def scenarios(draw: st.DrawFn) -> dict:
     for pe, todo in actions.items():
         for _ in range(draw(st.integers(0, 2))):
             todo.append(
-                (draw(st.sampled_from(["local", "loop", "tile", "wait"])), 0, draw(st.integers(1, ARRAY)), "f32", 0)
+                (
+                    draw(st.sampled_from(["local", "spoil", "loop", "tile", "wait"])),
+                    0,
+                    draw(st.integers(1, ARRAY)),
+                    "f32",
+                    0,
+                )
             )
         actions[pe] = draw(st.permutations(todo)) if draw(st.booleans()) else todo
     chip = draw(st.sampled_from([WSE2, WSE3]))
@@ -113,6 +119,8 @@ def program(pe: ProgramBuilder, actions: list[tuple]) -> None:
             options = {"thread": number % 8} if thread else {}
             if kind == "mov":
                 pe.mov(pe.send(colour), x, **options)
+            elif kind == "back":  # what is received and computed there meanwhile must not change what was sent
+                pe.mov(pe.send(colour), y, **options)
             elif kind == "add":
                 pe.add(pe.send(colour), x, y, **options)
             elif kind == "reg":
@@ -133,6 +141,9 @@ def program(pe: ProgramBuilder, actions: list[tuple]) -> None:
                 pe.wait(size % 8)
             elif kind == "local":
                 pe.mac(arrays["c_f32"][:size], arrays["x_f32"][:size], arrays["y_f32"][:size])
+            elif kind == "spoil":
+                pe.mov(arrays["x_f32"][:size], arrays["c_f32"][:size])
+                pe.mul(arrays["x_f16"][:size], arrays["x_f16"][:size], arrays["x_f16"][:size])
             elif kind == "tile":
                 pe.tile(arrays["c_f32"], arrays["x_f32"], arrays["y_f32"], m=3, n=2, k=4)
             else:
@@ -177,3 +188,61 @@ def test_engine_and_reference_agree(scenario: dict) -> None:
     if not any(scenario["actions"].values()):
         return
     assert outcome(scenario, "c") == outcome(scenario, "reference")
+
+
+@st.composite
+def relays(draw: st.DrawFn) -> list:
+    """Rows of PEs that compute on a stream as it passes; each PE may write over its operand at any time."""
+    length = draw(st.integers(3, 7))
+    sizes = draw(st.lists(st.integers(1, ARRAY), min_size=1, max_size=2))
+    row = []
+    for _ in range(length):
+        kind = draw(st.sampled_from(["add", "add", "mov", "swapped"]))
+        row.append((kind, draw(st.sampled_from([None, 0])), draw(st.integers(0, 60)), draw(st.booleans())))
+    return [sizes, row, draw(st.sampled_from(["f32", "f16", "i16"])), draw(st.booleans())]
+
+
+def relay(pe: ProgramBuilder, index: int, last: bool, todo: list) -> None:
+    sizes, row, dtype, both = todo
+    kind, thread, delay, spoils = row[index]
+    x, y = pe.array("x", ARRAY, dtype), pe.array("y", ARRAY, dtype)
+    kept = pe.array("kept", 2 * ARRAY, dtype)
+    out = None if last else pe.send(index % 2)
+    source = None if index == 0 else pe.receive(1 - index % 2)
+    with pe.task("main", start=True):
+        for number, size in enumerate(sizes):
+            options = {} if thread is None else {"thread": thread + number}
+            if out is not None and source is not None and kind == "mov":
+                pe.mov(out, source, length=size, dtype=dtype, **options)
+            elif source is None and out is not None:
+                pe.mov(out, x[:size], **options)
+            elif out is None and source is not None:
+                pe.mov(kept[number * ARRAY : number * ARRAY + size], source, **options)
+            elif out is not None and source is not None:
+                pe.add(out, *((source, x[:size]) if kind == "swapped" else (x[:size], source)), **options)
+            if thread is not None and (number + 1 < len(sizes) or both):
+                pe.wait(thread + number)
+            with pe.loop(delay, overhead=1):
+                pass
+            if spoils:
+                pe.mov(x[: size // 2 + 1], y[: size // 2 + 1])
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(relays())
+def test_streams_computed_on_the_way_agree(todo: list) -> None:
+    results = []
+    for engine in ("c", "reference"):
+        width = len(todo[1])
+        layout = Layout(WSE2, width, 1)
+        for index in range(width):
+            layout.place(relay, Rect(index, 0), index=index, last=index == width - 1, todo=todo)
+            if index < width - 1:
+                layout.route(index % 2, Rect(index, 0), RAMP, EAST)
+            if index > 0:
+                layout.route(1 - index % 2, Rect(index, 0), WEST, RAMP)
+        simulation = Simulation(layout, engine=engine)
+        for name in ("x", "y"):
+            simulation.write(name, np.random.default_rng(ord(name)).integers(-9, 9, (width, ARRAY)))
+        results.append((simulation.run(20_000).cycles, simulation.image.memory.tobytes()))
+    assert results[0] == results[1]

@@ -24,6 +24,7 @@ static i32 scalar_step(Engine *e, u32 pe, Pe *p, const i32 *row) {
     }
     case OP_STORE: {
         float value = float_of(a);
+        free_target(e, pe, row, 1, row[F_DTYPE]);
         store_elements(row[F_DTYPE], memory_of(e, pe, address_of(e, pe, row, F_DST)), 1, 1, &value);
         break;
     }
@@ -57,7 +58,7 @@ static i32 choose(Engine *e, u32 pe, Pe *p, i32 t) {
                 const Run *run = e->runs + node->head;
                 i32 arrives = run->arrives + node->taken;
                 if (arrives <= t) {
-                    registers_of(e, pe)[task[2]] = (i32)run->stream->words[run->offset + (u32)node->taken];
+                    registers_of(e, pe)[task[2]] = (i32)read_word(e, run->stream, run->offset + (u32)node->taken);
                     settle(node, t);
                     node->occupied--;
                     node->taken++;

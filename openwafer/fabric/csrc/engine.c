@@ -5,17 +5,26 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Nothing can go on without memory; the fault is for debuggers. */
+static void give_up(Engine *e) {
+    fail(e, FAULT_NO_MEMORY, 0, e->now, 0);
+    exit(70);
+}
+
 void *grow(Engine *e, void *items, u32 *room, u32 needed, size_t size) {
     if (needed <= *room) return items;
     u32 wanted = *room ? *room : 4;
     while (wanted < needed) wanted += wanted < 1u << 20 ? wanted : wanted / 4;
     void *bigger = realloc(items, wanted * size);
-    if (!bigger) {
-        fail(e, FAULT_NO_MEMORY, 0, e->now, 0);
-        exit(70); /* nothing can go on without memory */
-    }
+    if (!bigger) give_up(e);
     *room = wanted;
     return bigger;
+}
+
+void *allocate(Engine *e, size_t size) {
+    void *memory = malloc(size);
+    if (!memory) give_up(e);
+    return memory;
 }
 
 void fail(Engine *e, i32 fault, u32 pe, i32 cycle, i32 detail) {
@@ -29,62 +38,6 @@ void fail(Engine *e, i32 fault, u32 pe, i32 cycle, i32 detail) {
 void add_span(Engine *e, u32 pe, i32 kind, i32 start, i32 end) {
     e->spans = grow(e, e->spans, &e->room_spans, e->num_spans + 1, sizeof(Span));
     e->spans[e->num_spans++] = (Span){(i32)pe, kind, start, end};
-}
-
-/* -- events --------------------------------------------------------------------------------------------------------- */
-
-static void put(Engine *e, u32 id, i32 time) {
-    u32 slot = (u32)time % WHEEL;
-    Bucket *bucket = e->wheel + slot;
-    bucket->ids = grow(e, bucket->ids, &bucket->room, bucket->count + 1, sizeof(u32));
-    bucket->ids[bucket->count++] = id;
-    e->occupied[slot / 64] |= 1ull << (slot % 64);
-}
-
-static void heap_push(Engine *e, u64 key) {
-    e->heap = grow(e, e->heap, &e->heap_room, e->heap_count + 1, sizeof(u64));
-    u32 i = e->heap_count++;
-    for (; i && e->heap[(i - 1) / 2] > key; i = (i - 1) / 2) e->heap[i] = e->heap[(i - 1) / 2];
-    e->heap[i] = key;
-}
-
-static u64 heap_pop(Engine *e) {
-    u64 top = e->heap[0], last = e->heap[--e->heap_count];
-    u32 i = 0;
-    for (;;) {
-        u32 child = 2 * i + 1;
-        if (child >= e->heap_count) break;
-        if (child + 1 < e->heap_count && e->heap[child + 1] < e->heap[child]) child++;
-        if (e->heap[child] >= last) break;
-        e->heap[i] = e->heap[child];
-        i = child;
-    }
-    e->heap[i] = last;
-    return top;
-}
-
-void schedule(Engine *e, u32 id, i32 time) {
-    if (!(id & ID_KIND)) e = owner(e, e->nodes[id].pe);
-    if (time <= e->now) abort(); /* our own invariant: the present is decided */
-    e->pending++;
-    if (time - e->now < WHEEL) put(e, id, time);
-    else heap_push(e, (u64)(u32)time << 32 | id);
-}
-
-/* The next cycle with events, at most WHEEL - 1 ahead; NEVER if the wheel is empty. */
-static i32 next_time(const Engine *e) {
-    u32 start = (u32)(e->now + 1) % WHEEL;
-    for (u32 step = 0; step <= WHEEL / 64; step++) {
-        u32 word = (start / 64 + step) % (WHEEL / 64);
-        u64 bits = e->occupied[word];
-        if (step == 0) bits &= ~0ull << (start % 64);
-        if (step == WHEEL / 64) bits &= start % 64 ? ~0ull >> (64 - start % 64) : 0;
-        if (bits) {
-            u32 slot = word * 64 + (u32)__builtin_ctzll(bits);
-            return e->now + 1 + (i32)((slot + WHEEL - start) % WHEEL);
-        }
-    }
-    return NEVER;
 }
 
 /* -- one cycle, by one thread or by two ------------------------------------------------------------------------- */
@@ -113,23 +66,11 @@ static u32 total(const Team *team, size_t field) {
     return sum;
 }
 
-static i32 band_next(const Engine *e) {
-    i32 t = next_time(e);
-    return e->heap_count && (i32)(e->heap[0] >> 32) < t ? (i32)(e->heap[0] >> 32) : t;
-}
-
 static void cycle(Engine *e, Team *team, i32 t) {
     int leads = e == team->bands[0];
-    while (e->heap_count && (i32)(e->heap[0] >> 32) == t) put(e, (u32)heap_pop(e), t);
-    Bucket *bucket = e->wheel + (u32)t % WHEEL;
-    Bucket current = *bucket;
-    *bucket = (Bucket){0};
-    e->occupied[(u32)t % WHEEL / 64] &= ~(1ull << ((u32)t % 64));
-    e->now = t;
-    e->pending -= current.count;
-    e->events += current.count;
+    Bucket events = take_events(e, t);
     e->num_ready = 0;
-    stop_movers(e, current.ids, current.count, t);
+    stop_movers(e, events.first, t);
     barrier(team);
     if (total(team, offsetof(Engine, num_border))) {
         if (leads) for (u32 i = 0; i < team->num_bands; i++) stop_border(team->bands[i], t);
@@ -142,11 +83,7 @@ static void cycle(Engine *e, Team *team, i32 t) {
         barrier(team);
     }
     for (u32 i = 0; i < e->num_ready && !e->fault; i++) step_pe(e, e->ready_pes[i], t);
-    if (bucket->room) free(current.ids);
-    else {
-        current.count = 0;
-        *bucket = current;
-    }
+    return_events(e, events);
 }
 
 typedef struct {
@@ -159,7 +96,7 @@ static void *work(void *argument) {
     Team *team = ((Seat *)argument)->team;
     Engine *e = ((Seat *)argument)->band;
     for (;;) {
-        e->next = band_next(e);
+        e->next = next_event(e);
         barrier(team);
         i32 t = NEVER, fault = 0;
         for (u32 i = 0; i < team->num_bands; i++) {
@@ -345,17 +282,20 @@ static void free_band(Engine *e) {
         }
         free(op->pieces);
     }
-    for (u32 i = 0; i < WHEEL; i++) free(e->wheel[i].ids);
+    free_events(e);
     for (int i = 0; i < 3; i++) free(e->scratch[i]);
-    free(e->runs), free(e->operations), free(e->heap), free(e->candidates), free(e->border), free(e->border_starters);
+    free(e->runs), free(e->operations), free(e->candidates), free(e->border), free(e->border_starters);
     free(e->starters), free(e->ready_pes), free(e->spans), free(e);
 }
 
 void engine_free(Engine *e) {
     for (u32 i = 0; i < e->num_nodes; i++)
         while (e->nodes[i].head != NIL) pop_run(owner(e, e->nodes[i].pe), e->nodes + i);
-    free(e->nodes), free(e->pes), free(e->task_started);
+    Node *nodes = e->nodes;
+    Pe *pes = e->pes; /* streams that are released with the bands' operations are lent by them */
+    free(e->task_started);
     for (u32 i = e->num_bands; i-- > 0;) free_band(e->bands[i]);
+    free(nodes), free(pes);
 }
 
 /* fault, PE, cycle, detail, now, events, link words, stalls for room, link, words, last event in a core, spans. */

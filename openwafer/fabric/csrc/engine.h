@@ -43,10 +43,24 @@ enum { WAIT_NONE, WAIT_ROOM, WAIT_LINK, WAIT_WORDS };
 #define ID_KIND 0xC0000000u
 
 /* All the words of one send, shared by every queue they pass through. */
+enum { STREAM_WORDS, STREAM_MEMORY, STREAM_DERIVED };
+enum { MIN_LOAN = 16 };       /* fewer words are copied at once */
 typedef struct Stream {
     u32 refs, size;
-    u32 control;
-    u32 words[];
+    u8 kind, control, bytes, depth; /* bytes: per element in memory; depth: derived streams in a row up to this */
+    union {
+        u32 *words;           /* STREAM_WORDS */
+        struct {              /* STREAM_MEMORY */
+            const u8 *memory;
+            struct Stream *next, **link; /* loans of the same PE; no link: a copy of its own */
+        };
+        struct {              /* STREAM_DERIVED: what the instruction makes of another stream */
+            const i32 *row;
+            struct Stream *in, *operand;
+            u32 in_offset, operand_offset;
+        };
+    };
+    u32 own[];
 } Stream;
 
 /* Consecutive words of a stream in a queue: word i arrives in cycle `arrives + i`. OPEN while still being fed. */
@@ -65,6 +79,7 @@ typedef struct {
     u8 colour, kind, position, links;
     u8 fed, firing, blocked, shared; /* blocked: sides whose feeder waits for room here; shared: contended links */
     u8 cause, has_task, border; /* border: a router next to the other band */
+    i32 joined;               /* words that the run being fed had before it was fed again */
     u32 fired;
 } Node;
 
@@ -78,7 +93,7 @@ typedef struct {
     Stream *out;              /* current output stream, and which input word its first word came from */
     Stream *in;
     u32 in_base, out_base;
-    Stream *operand;          /* elements as fp32 or int32, read at issue */
+    Stream *operand;          /* as it was at issue: lent memory, or elements as fp32 or int32 */
     Run *pieces;              /* of received words: stream, offset, count */
     u32 num_pieces, room_pieces;
     u32 next_free;
@@ -94,6 +109,7 @@ typedef struct {
     u8 links, num_receives, registers_pending, waits_for; /* waits_for: thread, or NUM_THREADS */
     u32 hops;
     i64 busy;
+    Stream *loans;                            /* streams whose words are in this PE's memory */
 } Pe;
 
 typedef struct {
@@ -120,12 +136,18 @@ typedef struct {
     i32 pe, kind, start, end; /* kind: task number, or 100 + thread */
 } Span;
 
-typedef struct {
-    u32 *ids;
-    u32 count, room;
-} Bucket;
+enum { WHEEL = 4096, CHUNK = 125, MAX_BANDS = 2 };
 
-enum { WHEEL = 4096, MAX_BANDS = 2 };
+/* Events of one cycle, in the order in which they were scheduled. Chunks go from cycle to cycle: memory for events is
+ * as much as are pending, not as many as every slot of the wheel ever held. */
+typedef struct Chunk {
+    struct Chunk *next;
+    u32 count, ids[CHUNK];
+} Chunk;
+
+typedef struct {
+    Chunk *first, *last;
+} Bucket;
 
 typedef struct {
     i32 since;
@@ -157,11 +179,11 @@ typedef struct Engine {
     Operation *operations;
     u32 num_operations, room_operations, free_operation;
     Bucket wheel[WHEEL];
+    Chunk *free_chunk;
     u64 occupied[WHEEL / 64];
     u64 *heap;                /* events beyond the wheel: time << 32 | id */
     u32 heap_count, heap_room;
     i32 now, max_cycles;
-    u64 pending;
     Candidate *candidates;
     u32 num_candidates, room_candidates;
     u32 *starters;
@@ -179,19 +201,22 @@ typedef struct Engine {
 } Engine;
 
 /* engine.c */
-void schedule(Engine *e, u32 id, i32 time);
 void fail(Engine *e, i32 fault, u32 pe, i32 cycle, i32 detail);
 void *grow(Engine *e, void *items, u32 *room, u32 needed, size_t size);
+void *allocate(Engine *e, size_t size);
 void add_span(Engine *e, u32 pe, i32 kind, i32 start, i32 end);
 static inline Engine *owner(Engine *e, u32 pe) { return e->num_bands == 1 ? e : e->bands[pe >= e->split]; }
+/* wheel.c */
+void schedule(Engine *e, u32 id, i32 time);
+i32 next_event(const Engine *e);
+Bucket take_events(Engine *e, i32 t);
+void return_events(Engine *e, Bucket events);
+void free_events(Engine *e);
 /* queue.c */
 u32 node_of(const Engine *e, u32 pe, u32 kind, u32 colour);
 void settle(Node *node, i32 t);
 void pop_run(Engine *e, Node *node);
 void wake_feeders(Engine *e, Node *node, i32 time);
-Stream *new_stream(Engine *e, u32 size);
-void retain(Stream *stream);
-void release(Stream *stream);
 u32 target_of(const Engine *e, const Node *node, int direction);
 i32 occupied_at(const Node *node, i32 t);
 int position_at(const Engine *e, Node *node, i32 t);
@@ -202,11 +227,21 @@ void feed_open(Engine *e, u32 index, u32 feeder, Stream *stream, u32 offset, i32
 void feed_close(Engine *e, u32 index, i32 count, i32 t);
 void add_starter(Engine *e, u32 id);
 void schedule_fill(Engine *e, const Node *node, i32 t);
+/* stream.c */
+Stream *new_stream(Engine *e, u32 size);
+Stream *lend(Engine *e, u32 pe, i32 address, i32 dtype, u32 size);
+Stream *derive(Engine *e, const i32 *row, Stream *in, u32 in_offset, Stream *operand, u32 operand_offset, u32 size);
+void retain(Stream *stream);
+void release(Stream *stream);
+void keep_words(Engine *e, Stream *stream);
+void before_write(Engine *e, u32 pe, const u8 *low, const u8 *high);
+void read_words(Engine *e, Stream *stream, u32 first, u32 count, u32 *to);
+u32 read_word(Engine *e, Stream *stream, u32 index);
 /* transfer.c */
 void continue_operation(Engine *e, u32 id, i32 t);
 void start_operation(Engine *e, u32 id, i32 t);
 /* flow.c */
-void stop_movers(Engine *e, const u32 *ids, u32 count, i32 t);
+void stop_movers(Engine *e, const Chunk *events, i32 t);
 void stop_border(Engine *e, i32 t);
 void start_movers(Engine *e, i32 t);
 void start_border(Engine *e, i32 t);
@@ -224,10 +259,11 @@ int range_of(Engine *e, u32 pe, const i32 *row, int field, i32 length, i32 dtype
 u8 *memory_of(Engine *e, u32 pe, i32 address);
 void load_operand(Engine *e, u32 pe, const i32 *row, int field, i32 length, i32 dtype, float *to);
 int check_operands(Engine *e, u32 pe, const i32 *row, i32 length, int *overlaps);
+void free_target(Engine *e, u32 pe, const i32 *row, i32 length, i32 dtype);
 void finish(Engine *e, u32 pe, const i32 *row, i32 length, float *a, float *b);
 i32 run_vector(Engine *e, u32 pe, const i32 *row, i32 length);
 /* operation.c */
-Stream *forward_stream(Engine *e, Operation *op, const Stream *in, u32 offset, u32 count, u32 first);
+Stream *forward_stream(Engine *e, Operation *op, Stream *in, u32 offset, u32 count, u32 first);
 int issue(Engine *e, u32 pe, const i32 *row, i32 length, int inside, i32 now, i32 t);
 void later(Engine *e, u32 pe, Pe *p, i32 now);
 void complete(Engine *e, Pe *p, u32 thread, i32 t);

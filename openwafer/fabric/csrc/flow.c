@@ -18,6 +18,8 @@ static void begin_run(Engine *e, u32 id, Node *node, i32 t) {
     for (u32 rest = node->links; rest; rest &= rest - 1) {
         int direction = __builtin_ctz(rest);
         u32 target = target_of(e, node, direction);
+        /* The other thread must find words that depend on nothing of this band; now it waits. */
+        if (node->border && owner(e, node->pe) != owner(e, e->nodes[target].pe)) keep_words(e, run.stream);
         feed_open(e, target, id, run.stream, run.offset + (u32)node->taken, t + latency(e, direction), t);
     }
     if (run.count != OPEN) schedule(e, id, t + run.count - node->taken);
@@ -131,9 +133,7 @@ static int by_turn(const void *left, const void *right) {
     return a->id < b->id ? -1 : a->id > b->id;
 }
 
-/* First half of a cycle: movers that fire and cannot go on stop; the others are remembered as starters. */
-void stop_movers(Engine *e, const u32 *ids, u32 count, i32 t) {
-    e->num_starters = e->num_candidates = e->num_border = e->num_border_starters = 0;
+static void stop_some(Engine *e, const u32 *ids, u32 count, i32 t) {
     for (u32 i = 0; i < count && !e->fault; i++) {
         u32 id = ids[i];
         if ((id & ID_KIND) == ID_PE) {
@@ -148,6 +148,12 @@ void stop_movers(Engine *e, const u32 *ids, u32 count, i32 t) {
         } else if (e->nodes[id].firing) continue_node(e, id, t);
         else add_starter(e, id);
     }
+}
+
+/* First half of a cycle: movers that fire and cannot go on stop; the others are remembered as starters. */
+void stop_movers(Engine *e, const Chunk *events, i32 t) {
+    e->num_starters = e->num_candidates = e->num_border = e->num_border_starters = 0;
+    for (; events; events = events->next) stop_some(e, events->ids, events->count, t);
 }
 
 void stop_border(Engine *e, i32 t) {

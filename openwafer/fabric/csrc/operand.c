@@ -74,6 +74,14 @@ int check_operands(Engine *e, u32 pe, const i32 *row, i32 length, int *overlaps)
     return 1;
 }
 
+/* Before elements are written to the destination. */
+void free_target(Engine *e, u32 pe, const i32 *row, i32 length, i32 dtype) {
+    i64 low, high;
+    if (!e->pes[pe].loans) return;
+    range_of(e, pe, row, F_DST, length, dtype, &low, &high);
+    before_write(e, pe, memory_of(e, pe, (i32)low), memory_of(e, pe, (i32)high));
+}
+
 void finish(Engine *e, u32 pe, const i32 *row, i32 length, float *a, float *b) {
     i32 op = row[F_OP], dtype = row[F_DTYPE];
     if (row[F_DST] == KIND_REG) {
@@ -93,6 +101,7 @@ void finish(Engine *e, u32 pe, const i32 *row, i32 length, float *a, float *b) {
         convert(dtype, row[F_IMM], length, a);
         dtype = row[F_IMM];
     }
+    free_target(e, pe, row, length, dtype);
     store_elements(dtype, to, row[F_DST + 3], length, a);
 }
 
@@ -102,6 +111,7 @@ i32 run_vector(Engine *e, u32 pe, const i32 *row, i32 length) {
     addresses[1] = address_of(e, pe, row, F_B);
     addresses[2] = address_of(e, pe, row, F_DST);
     if (row[F_OP] == OP_TILE) {
+        free_target(e, pe, row, length * row[F_N], row[F_DTYPE]);
         tile(row[F_DTYPE], memory_of(e, pe, addresses[2]), memory_of(e, pe, addresses[0]),
              memory_of(e, pe, addresses[1]), length, row[F_N], row[F_K]);
         return tile_cost(&e->costs, row[F_DTYPE], length, row[F_N], row[F_K], row[F_IMM]);

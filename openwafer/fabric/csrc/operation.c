@@ -11,7 +11,12 @@ static void send_words(Engine *e, Operation *op) {
     const i32 *row = op->row;
     i32 dtype = row[F_DTYPE], length = op->length;
     if (is_copy(row, F_A)) {
-        const u8 *from = memory_of(e, op->pe, address_of(e, op->pe, row, F_A));
+        i32 address = address_of(e, op->pe, row, F_A);
+        if (length >= MIN_LOAN) {
+            op->out = lend(e, op->pe, address, dtype, (u32)length);
+            return;
+        }
+        const u8 *from = memory_of(e, op->pe, address);
         op->out = new_stream(e, (u32)length);
         if (type_bytes(dtype) == 4) memcpy(op->out->words, from, 4 * (size_t)length);
         else
@@ -48,6 +53,11 @@ static int is_alone(const Engine *e, const Operation *op) {
 /* The operand that is not the stream: as read at issue, or from memory, into `scratch`; NULL if there is none. */
 static float *operand_from(Engine *e, const Operation *op, u32 first, i32 count, float *scratch) {
     const i32 *row = op->row;
+    if (op->operand && op->operand->kind == STREAM_MEMORY) {
+        size_t start = (size_t)type_bytes(row[F_DTYPE]) * first;
+        load_elements(row[F_DTYPE], op->operand->memory + start, 1, count, scratch);
+        return scratch;
+    }
     if (op->operand) return (float *)op->operand->words + first;
     int other = row[F_A] == KIND_FABRIC ? F_B : F_A;
     if (row[other] == KIND_NONE) return NULL;
@@ -69,7 +79,11 @@ static void prepare(Engine *e, Operation *op, int reads) {
     } else if (!reads) send_words(e, op);
     else {
         int other = reads == F_A ? F_B : F_A;
-        if (row[other] != KIND_NONE && !is_alone(e, op)) {
+        int lends = row[other] == KIND_MEM && row[other + 3] == 1 && op->length >= MIN_LOAN;
+        int alone = is_alone(e, op);
+        if (lends && (op->output != NIL || !alone))
+            op->operand = lend(e, op->pe, address_of(e, op->pe, row, other), row[F_DTYPE], (u32)op->length);
+        else if (row[other] != KIND_NONE && !alone) {
             op->operand = new_stream(e, (u32)op->length);
             load_operand(e, op->pe, row, other, op->length, row[F_DTYPE], (float *)op->operand->words);
         }
@@ -77,12 +91,16 @@ static void prepare(Engine *e, Operation *op, int reads) {
 }
 
 /* The words that a stream-to-stream instruction sends for words `offset`... of its input; `first` is its own count. */
-Stream *forward_stream(Engine *e, Operation *op, const Stream *in, u32 offset, u32 count, u32 first) {
+Stream *forward_stream(Engine *e, Operation *op, Stream *in, u32 offset, u32 count, u32 first) {
     const i32 *row = op->row;
     i32 dtype = row[F_DTYPE], elements = (i32)count;
+    int plain = row[row[F_A] == KIND_FABRIC ? F_B : F_A] == KIND_NONE;
+    if (count >= MIN_LOAN && (plain || (op->operand && op->operand->kind == STREAM_MEMORY)))
+        return derive(e, row, in, offset, op->operand, first, count);
     Stream *out = new_stream(e, count);
     float *a = e->scratch[0], *b = operand_from(e, op, first, elements, e->scratch[1]);
-    words_to_elements(dtype, in->words + offset, elements, a);
+    read_words(e, in, offset, count, out->words);
+    words_to_elements(dtype, out->words, elements, a);
     if (row[F_B] == KIND_FABRIC) compute(row[F_OP], dtype, elements, b, a, NULL, a);
     else compute(row[F_OP], dtype, elements, a, b, NULL, a);
     elements_to_words(dtype, out->words, elements, a);
@@ -167,11 +185,12 @@ static void receive_copy(Engine *e, const Operation *op) {
     const i32 *row = op->row;
     u32 size = type_bytes(row[F_DTYPE]);
     u8 *to = memory_of(e, op->pe, address_of(e, op->pe, row, F_DST));
+    free_target(e, op->pe, row, op->length, row[F_DTYPE]);
     for (u32 i = 0; i < op->num_pieces; i++) {
         const Run *piece = op->pieces + i;
-        const u32 *words = piece->stream->words + piece->offset;
-        if (size == 4) memcpy(to, words, 4 * (size_t)piece->count);
-        else
+        u32 *words = size == 4 ? (u32 *)to : (u32 *)e->scratch[0];
+        read_words(e, piece->stream, piece->offset, (u32)piece->count, words);
+        if (size == 2)
             for (i32 j = 0; j < piece->count; j++) ((u16 *)to)[j] = (u16)words[j];
         to += size * (u32)piece->count;
     }
@@ -187,11 +206,15 @@ static void receive(Engine *e, Operation *op) {
     u32 *words = (u32 *)e->scratch[1], filled = 0;
     for (u32 i = 0; i < op->num_pieces; i++) {
         const Run *piece = op->pieces + i;
-        memcpy(words + filled, piece->stream->words + piece->offset, 4 * (size_t)piece->count);
+        read_words(e, piece->stream, piece->offset, (u32)piece->count, words + filled);
         filled += (u32)piece->count;
     }
     words_to_elements(row[F_DTYPE], words, op->length, a);
     b = operand_from(e, op, 0, op->length, e->scratch[1]);
+    if (op->operand && op->operand->kind == STREAM_MEMORY) { /* read, and perhaps about to be overwritten */
+        release(op->operand);
+        op->operand = NULL;
+    }
     if (row[F_B] == KIND_FABRIC) {
         if (b != e->scratch[1]) memcpy(e->scratch[1], b, 4 * (size_t)op->length);
         finish(e, op->pe, row, op->length, e->scratch[1], a);

@@ -1,6 +1,5 @@
 /* Queues: how full they are over time, the runs of words in them, who feeds and who drains them. */
 #include "engine.h"
-#include <stdlib.h>
 
 static u32 below(u32 mask, u32 colour) { return (u32)__builtin_popcount(mask & ((1u << colour) - 1)); }
 
@@ -36,25 +35,6 @@ i32 occupied_at(const Node *node, i32 t) {
 void settle(Node *node, i32 t) {
     node->occupied = (i16)occupied_at(node, t);
     node->reference = t;
-}
-
-Stream *new_stream(Engine *e, u32 size) {
-    Stream *stream = malloc(sizeof(Stream) + 4 * (size_t)size);
-    if (!stream) {
-        fail(e, FAULT_NO_MEMORY, 0, e->now, 0);
-        exit(70); /* nothing can go on without memory; the fault is for debuggers */
-    }
-    stream->refs = 1;
-    stream->size = size;
-    stream->control = 0;
-    return stream;
-}
-
-/* Streams cross from band to band, so their counts are atomic. */
-void retain(Stream *stream) { __atomic_fetch_add(&stream->refs, 1, __ATOMIC_RELAXED); }
-
-void release(Stream *stream) {
-    if (stream && __atomic_sub_fetch(&stream->refs, 1, __ATOMIC_ACQ_REL) == 0) free(stream);
 }
 
 static u32 new_run(Engine *e) {
@@ -124,6 +104,21 @@ void schedule_full(Engine *e, u32 feeder, const Node *target, i32 t) {
     if (!target->firing) schedule(e, feeder, t + target->capacity - occupied_at(target, t));
 }
 
+/* Words that follow the last ones of a queue in the same stream lengthen their run, if that cannot be told from a run
+ * of their own: taken one per cycle from now on, none of the words before them is reached before its new time of
+ * arrival. Without this a stream that was held up once stays in pieces all along its way, and each costs events. */
+static int extend_run(Engine *e, Node *node, const Stream *stream, u32 offset, i32 arrives, i32 t) {
+    if (node->tail == NIL) return 0;
+    Run *run = e->runs + node->tail;
+    if (run->stream != stream || run->offset + (u32)run->count != offset) return 0;
+    i32 taken = node->head != node->tail ? 0 : node->taken + (node->firing ? t - node->fire_start : 0);
+    if (arrives - (run->count - taken) > t) return 0;
+    run->arrives = arrives - run->count;
+    node->joined = run->count;
+    run->count = OPEN;
+    return 1;
+}
+
 void feed_open(Engine *e, u32 index, u32 feeder, Stream *stream, u32 offset, i32 arrives, i32 t) {
     Node *node = e->nodes + index;
     e = owner(e, node->pe);
@@ -134,6 +129,11 @@ void feed_open(Engine *e, u32 index, u32 feeder, Stream *stream, u32 offset, i32
     settle(node, t);
     node->fed = 1;
     node->feeder = feeder;
+    node->joined = 0;
+    if (extend_run(e, node, stream, offset, arrives, t)) {
+        schedule_full(e, feeder, node, t);
+        return;
+    }
     u32 run = new_run(e);
     retain(stream);
     e->runs[run] = (Run){stream, offset, NIL, arrives, OPEN};
@@ -160,6 +160,7 @@ void feed_close(Engine *e, u32 index, i32 count, i32 t) {
     settle(node, t);
     node->fed = 0;
     Run *run = e->runs + node->tail;
+    count += node->joined;
     run->count = count;
     if (node->head != node->tail) return;
     if (node->firing) {

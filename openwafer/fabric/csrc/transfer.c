@@ -2,6 +2,8 @@
 #include "engine.h"
 
 static void add_piece(Engine *e, Operation *op, Run piece) {
+    Run *last = op->pieces + op->num_pieces - 1;
+    if (op->num_pieces && last->stream == piece.stream && last->offset + (u32)last->count == piece.offset) return;
     op->pieces = grow(e, op->pieces, &op->room_pieces, op->num_pieces + 1, sizeof(Run));
     retain(piece.stream);
     piece.count = 0;
@@ -51,7 +53,7 @@ static void end_operation(Engine *e, Operation *op, i32 t) {
         Node *node = e->nodes + op->input;
         node->taken += fired;
         node->fired += (u32)fired;
-        if (op->output == NIL) op->pieces[op->num_pieces - 1].count = fired;
+        if (op->output == NIL) op->pieces[op->num_pieces - 1].count += fired;
         const Run *run = e->runs + node->head;
         if (run->count != OPEN && run->count == node->taken) pop_run(e, node);
     }

@@ -17,9 +17,12 @@ from openwafer.fabric.kernels.allreduce import Pipelined, TwoLevel
 from openwafer.fabric.kernels.axis import Axis
 from openwafer.fabric.kernels.outcome import Outcome, Setting, relative_error
 from openwafer.fabric.kernels.reduce import Collective
-from openwafer.fabric.layout import Layout
+from openwafer.fabric.layout import Layout, Rect
 from openwafer.fabric.program import ProgramBuilder, parse_dtype
+from openwafer.fabric.simulation import Simulation
 from openwafer.systems import Wafer
+
+WEIGHTS_AT_ONCE = 2**23  # made, written and multiplied on the host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,26 @@ def formula(config: GemvConfig, wafer: Wafer) -> float:
     return wafer.costs.task_start + local + config.collective().cycles(wafer, tile)
 
 
+def _write_weights(simulation: Simulation, config: GemvConfig, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Random weights into the PEs, some rows of the grid at a time: whole, they would take several times the SRAM.
+
+    Returns what NumPy makes of them: y [size].
+    """
+    grid, tile, size = config.grid, config.tile, config.size
+    half = {"f16": np.float16, "f32": np.float32}.get(config.dtype, np.float32)
+    expected = np.zeros(size, np.float32)
+    at_once = max(1, WEIGHTS_AT_ONCE // (tile * size))
+    for first in range(0, grid, at_once):
+        rows = min(at_once, grid - first)
+        w = rng.standard_normal((rows * tile, size), np.float32) / np.float32(np.sqrt(size))
+        # [j, row, i, column] -> one column-major [column, row] tile per PE, so that a row of W is one vector
+        tiles = w.reshape(rows, tile, grid, tile).transpose(0, 2, 1, 3)
+        simulation.write("w", tiles, Rect(0, first, grid, rows))
+        part = slice(first * tile, (first + rows) * tile)
+        expected += x[part].astype(half).astype(np.float32) @ w.astype(half).astype(np.float32)
+    return expected
+
+
 def run(config: GemvConfig, wafer: Wafer, setting: Setting) -> Outcome:
     grid, tile, collective = config.grid, config.tile, config.collective()
     layout = Layout(wafer, grid, grid)
@@ -76,14 +99,10 @@ def run(config: GemvConfig, wafer: Wafer, setting: Setting) -> Outcome:
     simulation = setting.start(layout)
     rng = np.random.default_rng(setting.seed)
     x = rng.standard_normal(config.size, np.float32)
-    w = rng.standard_normal((config.size, config.size), np.float32) / np.float32(np.sqrt(config.size))
-    # [j, row, i, column] -> one column-major [column, row] tile per PE, so that a row of W is one vector
-    simulation.write("w", w.reshape(grid, tile, grid, tile).transpose(0, 2, 1, 3))
     simulation.write("x", np.repeat(x.reshape(grid, 1, tile), grid, axis=1))
+    expected = _write_weights(simulation, config, x, rng)
     report = setting.run(simulation)
     got = simulation.read("y").reshape(grid, config.size)
-    half = {"f16": np.float16, "f32": np.float32}.get(config.dtype, np.float32)
-    expected = x.astype(half).astype(np.float32) @ w.astype(half).astype(np.float32)
     tolerance = {"f16": 0.02, "bf16": 0.2, "f32": 2e-5}[config.dtype]
     return Outcome(
         report=report, simulation=simulation, formula_cycles=formula(config, wafer),
