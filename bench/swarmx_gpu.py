@@ -12,42 +12,77 @@ import time
 import torch
 from torch import Tensor
 
-import openwafer as ow
+from openwafer.graph import capture
+from openwafer.graph.deferred import deferred, initialise
+from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
+from openwafer.memoryx.optimizer import make_optimizer
+from openwafer.memoryx.placement import close_tiers, place
+from openwafer.memoryx.store import Store
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
+from openwafer.swarmx.config import SwarmConfig
+from openwafer.train.gpu import GpuWorker
+from openwafer.train.gpu_workers import GpuWorkers
+from openwafer.train.streamed import Streamed, fill
+from openwafer.train.workers import LocalWorkers
 
 VOCABULARY = 1024
 
 
-def batch(step: int, args: argparse.Namespace) -> dict[str, Tensor]:
+def micro_batches(step: int, args: argparse.Namespace) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, VOCABULARY, (args.batch, args.context), generator=generator)
-    return {"input_ids": ids, "labels": (ids * 5 + 3) % VOCABULARY}
+    return [{"input_ids": part, "labels": (part * 5 + 3) % VOCABULARY} for part in ids.split(args.micro_batch)]
+
+
+def workers_of(num_csx: int, args: argparse.Namespace, config: OptimizerConfig) -> LocalWorkers | GpuWorker:
+    if args.device == "cpu":
+        return LocalWorkers(num_csx, SwarmConfig())
+    return GpuWorker(None, config) if num_csx == 1 else GpuWorkers(num_csx, SwarmConfig(), None)
 
 
 def trained(num_csx: int, args: argparse.Namespace) -> tuple[dict[str, Tensor], list[float], float]:
     """(weights, buffers and optimizer state; losses; median seconds of a step)."""
-    config = ModelConfig(
-        family="llama",
-        hidden_size=args.hidden,
-        num_hidden_layers=args.layers,
-        num_heads=8,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=args.context,
-    )
-    with ow.deferred():
-        model = build(config)
-    cluster = ow.Cluster(num_csx=num_csx, device=args.device)
-    optimizer = ow.AdamW(lr=1e-3, max_grad_norm=args.max_grad_norm)
+    with deferred():
+        module = build(
+            ModelConfig(
+                family="llama",
+                hidden_size=args.hidden,
+                num_hidden_layers=args.layers,
+                num_heads=8,
+                vocab_size=VOCABULARY,
+                max_position_embeddings=args.context,
+            )
+        )
+    wire, dtype = ("bf16", torch.bfloat16) if args.device == "cuda" else ("fp32", None)
+    graph = capture(module.train(), (), micro_batches(0, args)[0], dtype=dtype)
+    config, memory = OptimizerConfig(lr=1e-3, max_grad_norm=args.max_grad_norm), MemoryConfig()
+    optimizer = make_optimizer(config)
+    workers = workers_of(num_csx, args, config)
+    tiers = {}
+    try:
+        if isinstance(workers, GpuWorker | GpuWorkers):
+            workers.check(graph, args.batch // args.micro_batch)
+        tiers = workers.open_tiers(place(graph, optimizer, memory, wire), memory)
+        store = Store(graph, optimizer, tiers, wire)
+        fill(store, initialise(module, graph.weights, 0))
+        names = [name for name in graph.buffers if name not in graph.constants]
+        buffers = {name: value.to(graph.buffers[name].dtype) for name, value in initialise(module, names, 0)}
+        link, swarm = workers.attach(graph, store, 0, {})
+        return stepped(Streamed(graph, store, buffers, config, lambda step: 1.0, link=link, swarm=swarm), args)
+    finally:
+        workers.close()
+        close_tiers(tiers)
+
+
+def stepped(engine: Streamed, args: argparse.Namespace) -> tuple[dict[str, Tensor], list[float], float]:
     seconds: list[float] = []
     losses: list[float] = []
-    with ow.Trainer(model, optimizer, cluster, micro_batch_size=args.micro_batch) as job:
-        for step in range(args.steps):
-            began = time.perf_counter()
-            losses.append(job.step(batch(step, args)))
-            seconds.append(time.perf_counter() - began)
-        assert job._engine is not None
-        state = {name: tensor.clone() for name, tensor in job._engine.tensors()}
+    for step in range(args.steps):
+        began = time.perf_counter()
+        losses.append(engine.step(micro_batches(step, args)).loss)
+        seconds.append(time.perf_counter() - began)
+    state = {name: tensor.clone() for name, tensor in engine.tensors()}
     return state, losses, statistics.median(seconds[2:] or seconds)
 
 
