@@ -149,7 +149,7 @@ def test_ranks_that_are_killed_and_a_link_that_is_cut(job: Any, whole: dict) -> 
 
 @pytest.mark.skipif(
     "OPENWAFER_LOSSY" not in os.environ,
-    reason="how long a link that loses packets keeps going is chance: up to minutes; set OPENWAFER_LOSSY",
+    reason="it takes a minute, most of it waiting for the launcher: set OPENWAFER_LOSSY",
 )
 def test_a_link_that_loses_half_its_packets(job: Any, whole: dict) -> None:
     """The host behind it is given up, and the other worker does its share. The host sees for itself that it is the
