@@ -42,9 +42,33 @@ class Footprint:
 
 
 def measure(
-    graph: Graph, num_micro_batches: int, num_slots: int, device: torch.device, *, recompute: bool = True
+    graph: Graph,
+    num_micro_batches: int,
+    num_slots: int,
+    device: torch.device,
+    *,
+    recompute: bool = True,
+    num_parts: int | None = None,
 ) -> Footprint:
-    """Runs each distinct Unit on `device`; a Unit that does not fit there at all raises UserError."""
+    """Runs each distinct Unit on `device`; a Unit that does not fit there at all raises UserError.
+
+    `num_parts`: of a worker among several, the fp32 sums in which each gradient leaves.
+    """
+    units = {unit.function: unit for unit in reversed(graph.units)}
+    working = max(_working_bytes(graph, unit, device) for unit in units.values())
+    return footprint_of(graph, num_micro_batches, num_slots, working, recompute=recompute, num_parts=num_parts)
+
+
+def footprint_of(
+    graph: Graph,
+    num_micro_batches: int,
+    num_slots: int,
+    working_bytes: int,
+    *,
+    recompute: bool = True,
+    num_parts: int | None = None,
+) -> Footprint:
+    """As `measure`, given what is needed inside the Unit that needs most."""
     # As the inbox does: a Unit that uses weights of several owners takes a slot for each.
     owner = {weight.name: unit.index for unit in graph.units for weight in graph.owned(unit)}
     num_slots = max([num_slots, *(len({owner[name] for name in unit.weights}) + 1 for unit in graph.units)])
@@ -53,16 +77,19 @@ def measure(
     sums = 0
     if num_micro_batches > 1:  # fp32 partial sums along the tree, and the leaf that is added
         sums = 4 * largest * (num_micro_batches.bit_length() + 1)
-    units = {unit.function: unit for unit in reversed(graph.units)}
+    leaving = _GRADIENTS * largest * (4 if sums else itemsize)
+    if num_parts is not None:  # sums of earlier parts stay until the last; those of two Units are on their way out
+        sums += 4 * largest * num_parts
+        leaving = 2 * 4 * largest * num_parts
     kept = sum(spec.num_bytes for spec in graph.values.values())
     if not recompute:
         kept += sum(unit.function.cost.saved_bytes for unit in graph.units)
     in_flight = max((spec.num_bytes for spec in graph.values.values()), default=0)  # gradient of a value
     return Footprint(
         weight_bytes=num_slots * largest * itemsize,
-        gradient_bytes=sums + _GRADIENTS * largest * (4 if sums else itemsize),
+        gradient_bytes=sums + leaving,
         activation_bytes=num_micro_batches * (kept + in_flight),
-        working_bytes=max(_working_bytes(graph, unit, device) for unit in units.values()),
+        working_bytes=working_bytes,
     )
 
 

@@ -14,18 +14,23 @@ from openwafer.memoryx.tier import DramTier, Key
 from openwafer.pages import mapped
 
 
+def lock(memory: Tensor) -> None:
+    """Page-lock memory that begins at a page; whoever gives it back unlocks it before, or the process ends."""
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # pyright: ignore[reportOptionalMemberAccess]
+    if int(status) != 0:
+        raise UserError(
+            f"cannot lock {memory.nbytes / 2**30:.2f} GiB of host memory for the GPU (CUDA error {int(status)}): "
+            "raise the limit of locked memory (ulimit -l) or give a smaller DRAM budget"
+        )
+
+
 def pinned(num_elements: int, dtype: torch.dtype) -> Tensor:
     """A zeroed, page-locked flat CPU tensor."""
     num_bytes = max(1, num_elements * dtype.itemsize)
     # The tensor keeps the array alive and the array its pages; they are unlocked just before they go.
     array = mapped(num_bytes)
     raw = torch.from_numpy(array)
-    status = torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), num_bytes, 0)  # pyright: ignore[reportOptionalMemberAccess]
-    if int(status) != 0:
-        raise UserError(
-            f"cannot lock {num_bytes / 2**30:.2f} GiB of host memory for the GPU (CUDA error {int(status)}): "
-            "raise the limit of locked memory (ulimit -l) or give a smaller DRAM budget"
-        )
+    lock(raw)
     weakref.finalize(array, torch.cuda.cudart().cudaHostUnregister, raw.data_ptr())  # pyright: ignore
     return raw[: num_elements * dtype.itemsize].view(dtype)
 

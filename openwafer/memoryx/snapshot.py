@@ -37,10 +37,13 @@ class Snapshot:
         for tier in self._distinct:
             tier.freeze()
 
-    def read_all(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(weight, field, value) of everything, once; each value is valid until the next is asked for."""
+    def read_all(self, *, in_order: bool = False) -> Iterator[tuple[str, str, Tensor]]:
+        """(weight, field, value) of everything, once; each value is valid until the next is asked for.
+
+        `in_order`: sorted by Unit and field, the weights of a Unit in its own order; training may wait longer then.
+        """
         while self._left:
-            key = self._next()
+            key = min(self._left) if in_order else self._next()
             read = {key}
             for name, segment in self._left.pop(key):
                 remainder = self._remainders.get(name) if key[1] == WIRE else None

@@ -100,13 +100,16 @@ class Channel:
         timeout_s: float,
         status: Callable[[], dict[str, Any]],
         on_lost: Callable[[RankLost], None] | None = None,
+        on_quiet: Callable[[], None] | None = None,
     ) -> None:
+        """`on_quiet` is called when half of `timeout_s` has passed in silence; it may take a quarter of it."""
         self.peer = Peer(rank, name, {}, time.monotonic())
         self._connection = connection
         self._mailbox = mailbox
         self._timeout_s = timeout_s
         self._status = status
         self._on_lost = on_lost
+        self._on_quiet = on_quiet
         self._send_lock = threading.Lock()
         self._last_heard = time.monotonic()
         self._patience_s = max(_START_TIMEOUT_S, timeout_s)
@@ -159,6 +162,7 @@ class Channel:
     def _watch(self) -> None:
         """Looks for heartbeats of the other side."""
         before = time.monotonic()
+        looked_at = 0.0  # the silence since then was looked at
         while not self._is_closed.wait(self._pause_s):
             now = time.monotonic()
             if now - before > self._pause_s + self._timeout_s / 2:  # it was we who stood still
@@ -166,6 +170,10 @@ class Channel:
             before = now
             if now - self._last_heard > self._patience_s:
                 return self._lose(f"nothing was heard of it for {self._patience_s:g} s")
+            is_quiet = now - self._last_heard > self._patience_s / 2 and self._patience_s == self._timeout_s
+            if is_quiet and self._on_quiet is not None and looked_at != self._last_heard:
+                looked_at = self._last_heard
+                self._on_quiet()
 
     def _lose(self, why: str) -> None:
         if not self._is_closed.is_set():

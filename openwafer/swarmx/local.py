@@ -76,7 +76,9 @@ class LocalHub(Hub):
 
 
 class LocalPort:
-    """The worker's end."""
+    """The worker's end. `lock` is told of shared memory that stays where it is, each time that it is used anew."""
+
+    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -88,14 +90,16 @@ class LocalPort:
         *,
         wire: torch.dtype,
         waits: Waits,
+        lock: Callable[[Tensor], None] = lambda memory: None,
     ) -> None:
         self.graph = graph
         self.waits = waits
         self.tell = tell
-        self._wire = wire
+        self.wire = wire
         self._mailbox = mailbox
         self._weights = weights
-        self._outbox = Outbox(outbox, self._free_slot)
+        self._lock = lock
+        self._outbox = Outbox(outbox, self._free_slot, lock)
         self._largest = max(
             sum(_padded(4 * graph.weights[name].spec.num_elements) for name in unit.weights) for unit in graph.units
         )
@@ -114,66 +118,95 @@ class LocalPort:
     def stream(self, order: Iterable[Unit]) -> Iterator[tuple[Unit, Mapping[str, Tensor]]]:
         for unit in order:
             with self.waits.on("weights", f" of {unit.name}"):
-                message = self._mailbox.get(STORE, "weights")
-            assert message.fields["unit"] == unit.index, (message, unit.index)
+                flats, say_read = self.receive(unit)
             self.waits.doing = f"computes {unit.name}"
-            yield unit, self._weights_of(unit, message.fields["places"])
-            if message.fields["must_say_done"]:
-                self.tell(Message("done"))
+            yield unit, weights_in(self.graph, unit, flats)
+            if say_read is not None:
+                say_read()
 
-    def _weights_of(self, unit: Unit, places: list[list[int]]) -> dict[str, Tensor]:
-        dtype = self._wire
+    def receive(self, unit: Unit) -> tuple[dict[int, Tensor], Callable[[], None] | None]:
+        """The flat arrays that hold the Unit's weights, by owner, where the store keeps them; and what must be called
+        when they have been read, if they do not stay there."""
+        message = self._mailbox.get(STORE, "weights")
+        assert message.fields["unit"] == unit.index, (message, unit.index)
         flats = {
-            owner: self._weights.at(offset, num_elements * dtype.itemsize).view(dtype)
-            for owner, offset, num_elements in places
+            owner: self._weights.at(offset, num_elements * self.wire.itemsize).view(self.wire)
+            for owner, offset, num_elements in message.fields["places"]
         }
-        specs = [self.graph.weights[name] for name in unit.weights]
-        return {
-            weight.name: flats[weight.owner][weight.offset : weight.offset + weight.spec.num_elements].view(
-                weight.spec.shape
-            )
-            for weight in specs
-        }
+        if message.fields["must_say_done"]:
+            return flats, lambda: self.tell(Message("done"))
+        for flat in flats.values():
+            self._lock(flat)
+        return flats, None
 
     def send(self, unit: Unit, gradients: Mapping[str, Parts]) -> None:
+        pairs, announce = self.begin_send(unit, gradients)
+        for target, source in pairs:
+            target.copy_(source)
+        announce()
+
+    def begin_send(
+        self, unit: Unit, gradients: Mapping[str, Parts]
+    ) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
+        """What is to be copied, (target, source), and what must be called when it is."""
         num_parts = max((len(parts) for parts in gradients.values()), default=0)
-        slot, parts = self._outbox.write(gradients, self._largest * num_parts)
-        self.tell(Message("gradients", {"unit": unit.index, "slot": slot, "parts": parts}))
+        slot, pairs, places = self._outbox.lay_out(gradients, self._largest * num_parts)
+        message = Message("gradients", {"unit": unit.index, "slot": slot, "parts": places})
+        return pairs, lambda: self.tell(message)
 
     def flush(self) -> None:
         pass  # they have left when they are written
+
+    def close(self) -> None:
+        pass
 
     def _free_slot(self) -> int:
         with self.waits.on("the reduction"):
             return self._mailbox.get(STORE, "free").fields["slot"]
 
 
-class Outbox:
-    """Slots for gradients in shared memory. `wait` gives the next one that was read."""
+def weights_in(graph: Graph, unit: Unit, flats: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """The Unit's weights by name, in flat arrays by owner."""
+    specs = [graph.weights[name] for name in unit.weights]
+    return {
+        weight.name: flats[weight.owner][weight.offset : weight.offset + weight.spec.num_elements].view(
+            weight.spec.shape
+        )
+        for weight in specs
+    }
 
-    def __init__(self, arena: Arena, wait: Callable[[], int]) -> None:
+
+class Outbox:
+    """Slots for gradients in shared memory. `wait` gives the next one that was read; `lock` is told of each new one."""
+
+    def __init__(self, arena: Arena, wait: Callable[[], int], lock: Callable[[Tensor], None]) -> None:
         self._arena = arena
         self._wait = wait
+        self._lock = lock
         self._slots: list[Tensor] = []
         self._free: list[int] = []
 
-    def write(self, gradients: Mapping[str, Parts], slot_bytes: int) -> tuple[int | None, list[list]]:
-        """(slot, [weight, first leaf, end, offset in bytes, type] of each part); no slot when there is nothing.
+    def lay_out(
+        self, gradients: Mapping[str, Parts], slot_bytes: int
+    ) -> tuple[int | None, list[tuple[Tensor, Tensor]], list[list]]:
+        """(slot, what to copy as (target, source), [weight, first leaf, end, offset in bytes, type] of each part); no
+        slot when there is nothing.
 
         `slot_bytes` is enough for any Unit.
         """
         tensors = [(name, node, part) for name, parts in gradients.items() for node, part in parts.items()]
         if not tensors:
-            return None, []
+            return None, [], []
         slot = self._take(slot_bytes)
         base, position = self._arena.offset_of(self._slots[slot]), 0
+        pairs: list[tuple[Tensor, Tensor]] = []
         places: list[list] = []
         for name, (start, stop), part in tensors:
             memory = self._slots[slot][position : position + part.nbytes].view(part.dtype)
-            memory.view(part.shape).copy_(part)
+            pairs.append((memory.view(part.shape), part))
             places.append([name, start, stop, base + position, str(part.dtype).removeprefix("torch.")])
             position += _padded(part.nbytes)
-        return slot, places
+        return slot, pairs, places
 
     def _take(self, num_bytes: int) -> int:
         if self._slots and self._slots[0].numel() < num_bytes:  # more parts than before
@@ -184,6 +217,7 @@ class Outbox:
             return self._free.pop()
         if len(self._slots) < _NUM_SLOTS:
             self._slots.append(self._arena.allocate(num_bytes))
+            self._lock(self._slots[-1])
             return len(self._slots) - 1
         return self._wait()
 

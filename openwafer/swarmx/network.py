@@ -15,6 +15,7 @@ from openwafer.memoryx.store import Store
 from openwafer.memoryx.tier import Key
 from openwafer.swarmx.channel import Channel, Mailbox, RankLost
 from openwafer.swarmx.hub import Hub, Shares
+from openwafer.swarmx.local import weights_in
 from openwafer.swarmx.message import Message
 from openwafer.swarmx.share import share_of
 from openwafer.swarmx.stripe import Stripe
@@ -140,6 +141,8 @@ def gradient_layout(graph: Graph, unit: Unit, nodes: Sequence[Node]) -> Gradient
 class NetworkPort:
     """A worker's end: weights arrive in two buffers, one ahead; gradients leave from two."""
 
+    device = torch.device("cpu")
+
     def __init__(
         self,
         world: World,
@@ -188,7 +191,7 @@ class NetworkPort:
                 if isinstance(flats, BaseException):
                     raise flats
                 self.waits.doing = f"computes {unit.name}"
-                yield unit, self._weights_of(unit, flats)
+                yield unit, weights_in(self.graph, unit, flats)
                 free.put(flats)
         finally:
             free.put(None)
@@ -230,15 +233,6 @@ class NetworkPort:
         for weight in part.graph.owned(part.graph.units[owner]):
             run, start = part.ranges[weight.name], self.graph.weights[weight.name].offset
             flat[start + run.start : start + run.stop] = piece[weight.offset : weight.offset + len(run)]
-
-    def _weights_of(self, unit: Unit, flats: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        specs = [self.graph.weights[name] for name in unit.weights]
-        return {
-            weight.name: flats[weight.owner][weight.offset : weight.offset + weight.spec.num_elements].view(
-                weight.spec.shape
-            )
-            for weight in specs
-        }
 
     def send(self, unit: Unit, gradients: Mapping[str, Parts]) -> None:
         while len(self._leaving) > 1:

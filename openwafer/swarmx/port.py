@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from openwafer.graph import Unit
@@ -15,6 +16,7 @@ class Port(Protocol):
     """One worker's end of the fabric."""
 
     waits: Waits
+    device: torch.device  # where tensors that come are, and those that go may be
 
     def expect(self, total: int, share: range) -> None:
         """The next gradients are of these of `total` micro-batches."""

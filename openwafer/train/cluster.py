@@ -14,7 +14,7 @@ class Cluster:
 
     num_csx: int = option(1, help="number of workers", minimum=1)
     device: Literal["cpu", "cuda"] = option("cpu", help="where Units are computed")
-    device_memory: int | None = option(None, help="cuda: the most device memory to use, in bytes", minimum=1)
+    device_memory: int | None = option(None, help="cuda: the most memory of each GPU to use, in bytes", minimum=1)
     precision: Precision = option(None, help="fp32 or bf16 (default: bf16 on cuda, fp32 on cpu)")
     csx_threads: int | None = option(None, help="threads of each worker when there are several", minimum=1)
 
@@ -25,7 +25,5 @@ class Cluster:
             raise UserError(f"num_csx must be at least 1, got {self.num_csx}")
         if self.device not in ("cpu", "cuda"):
             raise UserError(f"device must be cpu or cuda, got {self.device!r}")
-        if self.device == "cuda" and self.num_csx > 1:
-            raise UserError(f"num_csx {self.num_csx} with device cuda: several GPUs do not work yet; use num_csx 1")
         if self.device == "cpu" and self.device_memory is not None:
             raise UserError(f"device_memory {self.device_memory} is for device cuda: on the CPU give a memory budget")

@@ -28,7 +28,7 @@ class TrainConfig:
     seed: int = option(0, help="initial weights, order of samples and dropout", minimum=0)
     device: Literal["cpu", "cuda"] = option("cpu", help="where Units are computed")
     device_memory: int | None = option(
-        None, help="cuda: the most device memory to use, such as 8GiB (default: what is free)", size=True
+        None, help="cuda: the most memory of each GPU to use, such as 8GiB (default: what is free)", size=True
     )
     precision: Precision = option(
         None, help="type that Units are computed in; masters are fp32 (default: bf16 on cuda, fp32 on cpu)"
@@ -49,8 +49,6 @@ class TrainConfig:
             object.__setattr__(self, "precision", "bf16" if self.device == "cuda" else "fp32")
         if self.device == "cpu" and self.device_memory is not None:
             raise UserError(f"device_memory {self.device_memory} is for --device cuda: on the CPU give --dram")
-        if self.device == "cuda" and self.num_csx > 1:
-            raise UserError(f"num_csx {self.num_csx} with device cuda: several GPUs do not work yet; use num_csx 1")
         if self.compile and self.num_csx > 1:
             raise UserError(f"compile with num_csx {self.num_csx} does not work yet: leave one of them out")
         if self.batch_size % self.micro_batch:
@@ -66,6 +64,11 @@ class TrainConfig:
     @property
     def num_micro_batches(self) -> int:
         return self.batch_size // self.micro_batch
+
+    @property
+    def most_micro_batches(self) -> int:
+        """On a GPU the size of micro-batches may be still to be found."""
+        return self.batch_size if self.device == "cuda" and self.micro_batch_size is None else self.num_micro_batches
 
 
 @dataclass(frozen=True, kw_only=True)

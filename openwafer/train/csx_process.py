@@ -25,12 +25,13 @@ class Csx:
         self._eval_graph = eval_graph
         self._relay = BufferRelay(port, worker.graph)
         self._pass: Pass | None = None
+        self._devices = [port.device] if port.device.type == "cuda" else []
 
     def serve(self) -> None:
         """Until told to stop."""
         while True:
             message = self.port.command()
-            with torch.random.fork_rng(devices=[]):  # Units set the random state
+            with torch.random.fork_rng(devices=self._devices):  # Units set the random state
                 match message.fields["do"]:
                     case "step":
                         self._forward(message)

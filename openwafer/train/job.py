@@ -35,6 +35,7 @@ from openwafer.train.assembly import Assembly, Plan
 from openwafer.train.config import TraceConfig, TrainConfig
 from openwafer.train.engine import MicroBatch
 from openwafer.train.gpu import GpuWorker
+from openwafer.train.gpu_workers import GpuWorkers
 from openwafer.train.metrics import MetricsLog, StepMetrics
 from openwafer.train.network_workers import NetworkWorkers
 from openwafer.train.progress import ProgressDisplay
@@ -213,10 +214,11 @@ class Job:
     def _micro_batch(self, stored: checkpoint.Checkpoint | None) -> int:
         """The given one, the one the run began with (another would change its bits), or what fits the device."""
         train = self.config.train
-        if not isinstance(self.workers, GpuWorker):
+        if not isinstance(self.workers, GpuWorker | GpuWorkers):
             return train.micro_batch
         before = {} if stored is None else stored.meta["params"].get("train", {})
-        size = train.micro_batch_size
+        # What was found before a worker was lost is among our params.
+        size = train.micro_batch_size or self.config.params.get("train", {}).get("micro_batch_size")
         if size is None and before.get("batch_size") == train.batch_size:
             size = before.get("micro_batch_size")
         size = self.workers.fit(self._capture, train.batch_size, size)
@@ -271,11 +273,12 @@ class Job:
         )
         if isinstance(self.workers, LocalWorkers | NetworkWorkers):
             _say(f"{self.workers.num_csx} workers with {self.workers.threads} threads each")
-        if isinstance(self.workers, GpuWorker):
-            _say(
-                f"{train.batch_size // self.micro_batch} micro-batches of {self.micro_batch}; {self.workers.footprint}"
-            )
-        if self.assembly.placement.flash or isinstance(self.workers, GpuWorker):
+        is_gpu = isinstance(self.workers, GpuWorker | GpuWorkers)
+        if isinstance(self.workers, GpuWorker | GpuWorkers):
+            per = "" if isinstance(self.workers, GpuWorker) else f", per worker, on {self.workers.num_gpus} GPUs"
+            count = train.batch_size // self.micro_batch
+            _say(f"{count} micro-batches of {self.micro_batch}; {self.workers.footprint}{per}")
+        if self.assembly.placement.flash or is_gpu:
             _say(str(self.assembly.placement))
         if self.resumed is not None:
             _say(f"resuming from {self.resumed}")

@@ -12,6 +12,7 @@ from openwafer.swarmx.channel import RankLost
 from openwafer.swarmx.share import check_shares
 from openwafer.swarmx.world import is_distributed
 from openwafer.train.gpu import GpuWorker
+from openwafer.train.gpu_workers import GpuWorkers
 from openwafer.train.job import Job, JobConfig, JobResult
 from openwafer.train.rank import run_rank
 from openwafer.train.workers import LocalWorkers
@@ -21,6 +22,8 @@ def run(config: JobConfig) -> JobResult | None:
     """The whole run; under torchrun this rank's part of it, with a result on rank 0."""
     train, swarmx = config.train, config.swarmx
     if is_distributed():
+        if train.device == "cuda":
+            raise UserError("device cuda under torchrun does not work yet: GPUs are used on one host, without torchrun")
         return run_rank(config)
     if swarmx.num_memoryx > 1:
         raise UserError(
@@ -28,7 +31,7 @@ def run(config: JobConfig) -> JobResult | None:
             "under torchrun (docs/cluster.md)"
         )
     swarmx.check(train.num_csx)
-    check_shares(train.num_micro_batches, train.num_csx)
+    check_shares(train.most_micro_batches, train.num_csx)
     num_csx, num_restarts, last = train.num_csx, 0, _last_step(config)
     while True:
         try:
@@ -49,9 +52,12 @@ def run(config: JobConfig) -> JobResult | None:
 
 
 def _attempt(config: JobConfig, num_csx: int) -> JobResult:
+    train = config.train
     workers: LocalWorkers | GpuWorker
-    if config.train.device == "cuda":
-        workers = GpuWorker(config.train.device_memory, config.optimizer, recompute=config.train.recompute)
+    if train.device == "cuda" and num_csx > 1:
+        workers = GpuWorkers(num_csx, config.swarmx, train.device_memory, recompute=train.recompute)
+    elif train.device == "cuda":
+        workers = GpuWorker(train.device_memory, config.optimizer, recompute=train.recompute)
     elif num_csx == 1:
         return Job(config).run()
     else:

@@ -22,7 +22,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from openwafer.csx.cuda import NUM_SLOTS
+from openwafer.csx.device import Device
 from openwafer.csx.loss import find_loss
+from openwafer.csx.staging import StagedPort
 from openwafer.csx.worker import Worker
 from openwafer.errors import UserError
 from openwafer.graph import Graph
@@ -34,6 +37,7 @@ from openwafer.swarmx.message import Message
 from openwafer.swarmx.shared_memory import Arena, ArenaView
 from openwafer.swarmx.waits import Waits
 from openwafer.train.csx_process import STOP, Csx
+from openwafer.train.streamed import on_device
 
 _PR_SET_PDEATHSIG = 1
 
@@ -45,6 +49,7 @@ class PoolConfig:
     num_csx: int
     threads: int  # of each worker: with another number, PyTorch's kernels may round otherwise
     timeout_s: float  # a worker that is silent for so long is lost
+    device: Callable[[int], Device] | None = None  # makes that of each worker, in its process; None: the host's memory
 
 
 class CsxPool:
@@ -101,6 +106,11 @@ class CsxPool:
         except OSError as error:
             self.mailbox.fail(RankLost(self.channels[csx].peer.name, f"cannot send to it ({error})"))
 
+    def ask(self, csx: int, question: "DeviceQuestion | FootprintQuestion") -> dict[str, Any]:
+        """What a worker without a task answers."""
+        self.send_object(csx, question)
+        return self.mailbox.get(self.channels[csx].peer.rank, "answer").fields
+
     def close(self) -> None:
         """End the processes; those that do not go are killed."""
         is_lost = self.mailbox.lost is not None
@@ -131,14 +141,16 @@ class LocalSwarm:
         seed: int,
         num_csx: int | None = None,
         worker_options: Mapping[str, Any] | None = None,
+        device_bytes: int | None = None,
     ) -> None:
-        """`ready` blocks until the array of a Unit is up to date."""
+        """`ready` blocks until the array of a Unit is up to date. `device_bytes`: the most a worker may use."""
         self._pool = pool
         self._eval_graph: Graph | None = None
         channels = pool.channels[:num_csx]
         self.hub = LocalHub(store, pool.mailbox, ready, channels, pool.weights, pool.outboxes)
         wire = "bfloat16" if store.wire == "bf16" else "float32"
-        task = CsxTask(GraphParcel(graph), seed=seed, wire=wire, worker_options=dict(worker_options or {}))
+        options = dict(worker_options or {})
+        task = CsxTask(GraphParcel(graph), seed=seed, wire=wire, worker_options=options, device_bytes=device_bytes)
         for index in range(len(channels)):
             pool.send_object(index, task)
         for index in range(len(channels)):
@@ -195,6 +207,22 @@ class CsxTask:
     seed: int
     wire: str
     worker_options: dict[str, Any]
+    device_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class DeviceQuestion:
+    """How much memory has your device?"""
+
+
+@dataclass(frozen=True)
+class FootprintQuestion:
+    """What would a step of this take on your device?"""
+
+    graph: GraphParcel
+    num_micro_batches: int
+    num_parts: int
+    recompute: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,28 +252,57 @@ def _run_csx(start: CsxStart) -> None:
         status=waits.status,
         on_lost=lambda error: _leave(f"csx {start.index}: {error}"),
     )
-    weights = ArenaView(start.weights.number, writable=False)
+    # Only mapped so: CUDA locks no memory that cannot be written.
+    weights = ArenaView(start.weights.number, writable=start.config.device is not None)
     outbox = Arena("", start.outbox.number)
     try:
+        device = None if start.config.device is None else start.config.device(start.index)
         while True:
-            task: CsxTask = start.objects.recv()
+            task = start.objects.recv()
+            if not isinstance(task, CsxTask):
+                assert device is not None
+                channel.send(Message("answer", _answer(device, task)))
+                continue
             mailbox.clear()
-            graph = task.graph.unpacked()
-            wire = getattr(torch, task.wire)
-            port = LocalPort(graph, mailbox, channel.send, weights, outbox, wire=wire, waits=waits)
+            where = torch.device("cpu") if device is None else device.where
+            graph, wire = on_device(task.graph.unpacked(), where), getattr(torch, task.wire)
+            lock = (lambda memory: None) if device is None else device.lock
+            port = LocalPort(graph, mailbox, channel.send, weights, outbox, wire=wire, waits=waits, lock=lock)
+            if device is not None:
+                if task.device_bytes is not None:
+                    device.allow(task.device_bytes)
+                port = StagedPort(port, device)
             worker = Worker(graph, task.seed, **task.worker_options)
             port.tell(Message("ready"))
-            Csx(port, worker, _eval_graph_from(start.objects)).serve()
+            Csx(port, worker, _eval_graph_from(start.objects, where)).serve()
+            port.close()
     except EOFError:  # the pool is closed
         pass
     except UserError as error:
         channel.send(Message(FAILED, {"error": str(error)}))
+    except torch.OutOfMemoryError as error:  # again, it would happen again
+        text = f"csx {start.index} has not enough device memory: {str(error).splitlines()[0]}"
+        channel.send(Message(FAILED, {"error": f"{text}; give a smaller --micro_batch_size, or fewer workers per GPU"}))
     os._exit(0)  # at once: threads that wait for the connection must not hold the process
 
 
-def _eval_graph_from(objects: Connection) -> Callable[[], Graph]:
+def _answer(device: Device, question: DeviceQuestion | FootprintQuestion) -> dict[str, Any]:
+    if isinstance(question, DeviceQuestion):
+        free, total = device.memory()
+        return {"free_bytes": free, "total_bytes": total}
+    footprint = device.footprint(
+        on_device(question.graph.unpacked(), device.where),
+        question.num_micro_batches,
+        NUM_SLOTS,
+        recompute=question.recompute,
+        num_parts=question.num_parts,
+    )
+    return dataclasses.asdict(footprint)
+
+
+def _eval_graph_from(objects: Connection, where: torch.device) -> Callable[[], Graph]:
     """The graph is received when it is first asked for."""
-    return functools.cache(lambda: objects.recv().unpacked())
+    return functools.cache(lambda: on_device(objects.recv().unpacked(), where))
 
 
 def _die_with(parent: int) -> None:

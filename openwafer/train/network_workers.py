@@ -1,6 +1,7 @@
 """The ranks on other hosts as a store's job needs them, and the wires over which ranks speak."""
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from openwafer.memoryx.tier import Key, Tier
 from openwafer.swarmx.channel import FAILED, LOST, Channel, Mailbox, RankLost
 from openwafer.swarmx.message import Message
 from openwafer.swarmx.network import NetworkHub
+from openwafer.swarmx.reach import is_reached
 from openwafer.swarmx.stripe import Stripe, check_stripes, stripes
 from openwafer.swarmx.transfer import GroupConnection
 from openwafer.swarmx.world import World
@@ -33,6 +35,7 @@ class Wires:
     def __init__(self, world: World, timeout_s: float, status: Callable[[], dict[str, Any]] = dict) -> None:
         self.world = world
         self.mailbox = Mailbox()
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._is_over = False
         peers = range(1, len(world.hosts)) if world.rank == 0 else range(1)
@@ -45,6 +48,7 @@ class Wires:
                 timeout_s=timeout_s,
                 status=status,
                 on_lost=self.leave,
+                on_quiet=None if world.rank == 0 else self._look_at_link,
             )
             for rank in peers
         }
@@ -56,6 +60,27 @@ class Wires:
                 return
             print(f"{self.world.name(self.world.rank)}: {error}", file=sys.stderr, flush=True)
             self._tell_all(Message(LOST, {"who": error.who, "why": error.why}))
+            os._exit(_LOST_EXIT)
+
+    def _look_at_link(self) -> None:
+        """Rank 0 is silent, and will give us up if it hears nothing either. If it is the link, this host goes at once,
+        and its launcher too: that would come back over the same link while the others gather, and they would wait for
+        its answers for minutes; or it would tell them that the job has failed."""
+        address, port, within_s = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self._timeout_s / 4
+        if is_reached(address, port, within_s):
+            return
+        with self._lock:
+            if self._is_over:
+                return
+            print(
+                f"{self.world.name(self.world.rank)}: {self.world.name(0)} was lost: its host {address} does not "
+                f"answer within {within_s:g} s, so the link is broken; this host's launcher is ended, and the others "
+                "go on without it: start it again when the link is whole",
+                file=sys.stderr,
+                flush=True,
+            )
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                os.kill(os.getppid(), signal.SIGKILL)
             os._exit(_LOST_EXIT)
 
     def fail(self, error: UserError) -> None:

@@ -97,7 +97,8 @@ def _hold(config: JobConfig, world: World, wires: Wires) -> JobResult | None:
                 follower.evaluate()
             case "save":
                 job.engine.link.drain()
-                follower.send_pieces(job.engine.store)
+                follower.send_pieces(job.engine.store.freeze())
+    follower.finish()
     return None
 
 

@@ -193,10 +193,7 @@ class Streamed:
         self.link.drain()
         others = list(self._others())
         followers = None if self.swarm is None else self.swarm.followers
-        if followers is not None:  # pieces are gathered from all stores, and training waits
-            followers.freeze()
-            return Frozen(itertools.chain(_named(followers.gathered(self.store)), others), followers.thaw)
-        snapshot = self.store.freeze()
+        snapshot = self.store.freeze() if followers is None else followers.freeze(self.store)
         return Frozen(itertools.chain(_named(snapshot.read_all()), others), snapshot.close)
 
     def _others(self) -> Iterator[tuple[str, Tensor]]:

@@ -21,6 +21,7 @@ from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.groups import with_groups
 from openwafer.models.config import ModelConfig
 from openwafer.swarmx.config import SwarmConfig
+from openwafer.swarmx.share import check_shares
 from openwafer.train.assembly import Assembly, Plan, Workers
 from openwafer.train.cluster import Cluster
 from openwafer.train.engine import MicroBatch, StepResult
@@ -242,16 +243,30 @@ class Trainer:
     def _workers(self, graph: Graph) -> Workers | None:
         cluster = self.cluster
         if cluster.device == "cuda":
-            from openwafer.train.gpu import GpuWorker
-
-            worker = GpuWorker(cluster.device_memory, self.optimizer, recompute=self.recompute)
-            worker.check(graph, self._num_micro_batches)
-            return worker
+            return self._gpu_workers(graph)
         if cluster.num_csx > 1:
             from openwafer.train.workers import LocalWorkers
 
             return LocalWorkers(cluster.num_csx, SwarmConfig(csx_threads=cluster.csx_threads))
         return None
+
+    def _gpu_workers(self, graph: Graph) -> Workers:
+        from openwafer.train.gpu import GpuWorker
+        from openwafer.train.gpu_workers import GpuWorkers
+
+        cluster = self.cluster
+        if cluster.num_csx == 1:
+            workers = GpuWorker(cluster.device_memory, self.optimizer, recompute=self.recompute)
+        else:
+            check_shares(self._num_micro_batches, cluster.num_csx)
+            swarm = SwarmConfig(csx_threads=cluster.csx_threads)
+            workers = GpuWorkers(cluster.num_csx, swarm, cluster.device_memory, recompute=self.recompute)
+        try:
+            workers.check(graph, self._num_micro_batches)
+        except BaseException:
+            workers.close()
+            raise
+        return workers
 
     def close(self) -> None:
         """Give back memory and files. The trainer can be asked for nothing afterwards."""

@@ -1,10 +1,11 @@
 """The workers of a run, as the job needs them: memory for weights that reaches them, and a link to them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from openwafer.csx.device import Device
 from openwafer.graph import Graph
 from openwafer.memoryx.config import MemoryConfig
 from openwafer.memoryx.placement import Placement, open_tiers
@@ -19,10 +20,19 @@ from openwafer.train.swarm import Swarm, SwarmLink
 class LocalWorkers:
     """`num_csx` processes. They start at once and load PyTorch while the model is captured."""
 
-    def __init__(self, num_csx: int, config: SwarmConfig) -> None:
+    def __init__(
+        self,
+        num_csx: int,
+        config: SwarmConfig,
+        *,
+        threads: int | None = None,
+        device: Callable[[int], Device] | None = None,
+    ) -> None:
+        """`device` makes that of each worker, where they do not compute in the host's memory."""
         self.num_csx = num_csx
-        self.threads = config.csx_threads or torch.get_num_threads()
-        self.pool = CsxPool(PoolConfig(num_csx=num_csx, threads=self.threads, timeout_s=config.lost_after))
+        self.threads = threads or config.csx_threads or torch.get_num_threads()
+        pool = PoolConfig(num_csx=num_csx, threads=self.threads, timeout_s=config.lost_after, device=device)
+        self.pool = CsxPool(pool)
         self._swarm: LocalSwarm | None = None
         self._link: SwarmLink | None = None
 
@@ -34,11 +44,30 @@ class LocalWorkers:
         )
 
     def attach(self, graph: Graph, store: Store, seed: int, options: Mapping[str, Any]) -> tuple[SwarmLink, Swarm]:
+        return self._attach(graph, store, seed, options)
+
+    def _attach(
+        self, graph: Graph, store: Store, seed: int, options: Mapping[str, Any], device_bytes: int | None = None
+    ) -> tuple[SwarmLink, Swarm]:
         self._link = SwarmLink(store)
         self._swarm = LocalSwarm(
-            self.pool, graph, store, self._link.updater.wait, seed=seed, worker_options=dict(options)
+            self.pool,
+            graph,
+            store,
+            self._link.updater.wait,
+            seed=seed,
+            worker_options=dict(options),
+            device_bytes=device_bytes,
         )
         return self._link, Swarm(graph, self._swarm.hub, self._swarm.share_eval_graph)
+
+    def detach(self) -> None:
+        """The run is over; the processes can serve another."""
+        if self._swarm is not None:
+            self._swarm.close()
+        if self._link is not None:
+            self._link.close()
+        self._swarm = self._link = None
 
     def close(self) -> None:
         if self._swarm is not None:

@@ -155,8 +155,6 @@ def test_mistakes(tmp_path: Path) -> None:
         job.load(tmp_path)
     with pytest.raises(ow.UserError, match="ended after 2 of 5 batches"):
         job.fit(iter([points(0, 5), points(1, 5)]), num_steps=5)
-    with pytest.raises(ow.UserError, match="several GPUs do not work yet"):
-        ow.Cluster(num_csx=4, device="cuda")
     with pytest.raises(ow.UserError, match="device_memory 5 is for device cuda"):
         ow.Cluster(device_memory=5)
     with pytest.raises(ow.UserError, match=r"no weight is called 'layer.0.weight': the nearest are"):
