@@ -74,4 +74,9 @@ def _advice(error: BaseException) -> str:
         return "The shape of a result depends on values (nonzero, boolean indexing): use a mask of fixed shape"
     if "argument" in text and isinstance(error, TypeError):
         return "Check that the example inputs match the module's forward"
+    if ".numpy() is not supported" in text:
+        return (
+            "The forward keeps a tensor that it makes, as the cache of a transformers model does: "
+            "set model.config.use_cache = False for training"
+        )
     return "Run the module once on the same inputs outside openwafer to see whether it works there"

@@ -6,6 +6,7 @@ subtly wrong.
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -110,7 +111,9 @@ class ShardWriter:
         from safetensors.torch import save_file
 
         try:
-            save_file(self._shard, self._part(len(self._shards)), metadata={"format": "pt"})
+            part = self._part(len(self._shards))
+            save_file(self._shard, part, metadata={"format": "pt"})
+            part.chmod(0o666 & ~_umask())  # safetensors writes for its owner alone
         except SafetensorError as error:
             raise OSError(str(error)) from None
         self._shards.append(list(self._shard))
@@ -157,3 +160,10 @@ def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _umask() -> int:
+    """What new files are not allowed; there is no way to ask without setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -1,7 +1,8 @@
 """A GPU as the one worker of a run, in the process of the store. Several workers are in `gpu_workers.py`."""
 
-import os
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +14,14 @@ from openwafer.graph import Graph
 from openwafer.memoryx.config import MemoryConfig, OptimizerConfig
 from openwafer.memoryx.pinned import PinnedTier, pinned
 from openwafer.memoryx.placement import Placement, open_tiers
-from openwafer.memoryx.speculation import spare_bytes
+from openwafer.memoryx.speculation import can_speculate, spare_bytes
 from openwafer.memoryx.store import Store
 from openwafer.memoryx.tier import Key, Tier
 from openwafer.train.device_budget import DeviceBudget, share_of_device
 from openwafer.train.guard import Guard
+
+_STATE_BYTES = 12  # of host memory per parameter
+_GRADIENT_BYTES = 4  # per parameter, of gradients that wait for the norm
 
 
 class GpuWorker:
@@ -72,9 +76,16 @@ class GpuWorker:
 
     def _speculates(self, store: Store) -> bool:
         way, needed = self._memory.clipping, spare_bytes(store)
+        if way == "speculative" and not can_speculate(store):
+            raise UserError(
+                "clipping: speculative is for AdamW with fp32 state, all of it in DRAM, and without max_grad_value: "
+                "use clipping: auto or deferred"
+            )
         if way != "auto":
             return way == "speculative"
-        return self._memory.dram is None and _available_bytes() > needed + store.graph.num_parameters * 4
+        # The state is not filled in yet: its pages are still to be taken.
+        coming = store.graph.num_parameters * (_STATE_BYTES + _GRADIENT_BYTES)
+        return self._memory.dram is None and _available_bytes() > needed + coming
 
     def close(self) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
@@ -84,5 +95,7 @@ class GpuWorker:
 
 
 def _available_bytes() -> int:
-    """Host memory that can still be had."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Host memory that can still be had, with what the page cache would give up."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+    assert found is not None
+    return int(found[1]) << 10

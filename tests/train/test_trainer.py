@@ -232,6 +232,15 @@ def test_one_tensor_under_two_names() -> None:
     assert losses[0] == losses[1]
 
 
+def test_a_model_with_a_cache_says_how_to_do_without() -> None:
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=61, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    with pytest.raises(ow.UserError, match="use_cache = False"):
+        ow.Trainer(model).step(tokens(0))
+    model.config.use_cache = False
+    assert ow.Trainer(model).step(tokens(0)) > 0
+
+
 def test_entries_are_known_by_their_names() -> None:
     model, batch = build(ModelConfig(**TINY)), tokens(0)
     swapped = {"labels": batch["labels"], "input_ids": batch["input_ids"]}
