@@ -68,6 +68,15 @@ def parse(cls: type[T], mapping: Any, where: str = "") -> T:
     return cls(**values)
 
 
+def conform(config: Any) -> None:
+    """Hold a frozen dataclass that was made in Python to the rules of a params file; for its `__post_init__`."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is not field.default:  # a default may stand for one that is filled in later
+            object.__setattr__(config, field.name, convert(value, hints[field.name], field.name, field.metadata))
+
+
 def convert(value: Any, kind: Any, name: str, metadata: Mapping[str, Any] = types.MappingProxyType({})) -> Any:
     """`value` as `kind` within the limits in `metadata`, or a UserError that names the field."""
     if typing.get_origin(kind) in (Union, types.UnionType):

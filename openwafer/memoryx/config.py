@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from openwafer.config import option
+from openwafer.config import conform, option
 from openwafer.errors import UserError
 
 Kind = Literal["sgd", "adam", "adamw", "lion", "adafactor"]
@@ -37,6 +37,7 @@ class GroupConfig:
     frozen: bool = option(False, help="not trained: no gradient, no optimizer state")
 
     def __post_init__(self) -> None:
+        conform(self)
         if not self.patterns or not all(self.patterns):
             raise UserError(f"a group of weights needs a pattern such as '*.bias' in `match`, got {self.match!r}")
         if self.frozen and (self.lr_scale != 1.0 or self.weight_decay is not None):
@@ -81,6 +82,7 @@ class OptimizerConfig:
     )
 
     def __post_init__(self) -> None:
+        conform(self)
         self._fill_in()
         for name in ("max_grad_norm", "max_grad_value"):
             value = getattr(self, name)
@@ -155,3 +157,6 @@ class MemoryConfig:
         help="cuda, with a norm to clip to: update into spare memory before the norm is known, or wait for it "
         "(default: speculative where no dram budget is given and the memory is there)",
     )
+
+    def __post_init__(self) -> None:
+        conform(self)

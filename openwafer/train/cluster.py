@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from openwafer.config import option
+from openwafer.config import conform, option
 from openwafer.errors import UserError
 from openwafer.train.config import Precision
 
@@ -19,11 +19,8 @@ class Cluster:
     csx_threads: int | None = option(None, help="threads of each worker when there are several", minimum=1)
 
     def __post_init__(self) -> None:
+        conform(self)
         if self.precision is None:
             object.__setattr__(self, "precision", "bf16" if self.device == "cuda" else "fp32")
-        if self.num_csx < 1:
-            raise UserError(f"num_csx must be at least 1, got {self.num_csx}")
-        if self.device not in ("cpu", "cuda"):
-            raise UserError(f"device must be cpu or cuda, got {self.device!r}")
         if self.device == "cpu" and self.device_memory is not None:
             raise UserError(f"device_memory {self.device_memory} is for device cuda: on the CPU give a memory budget")

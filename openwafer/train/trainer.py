@@ -25,7 +25,7 @@ from openwafer.swarmx.share import check_shares
 from openwafer.train.assembly import Assembly, Plan, Workers
 from openwafer.train.cluster import Cluster
 from openwafer.train.engine import MicroBatch, StepResult
-from openwafer.train.schedule import Schedule
+from openwafer.train.schedule import Schedule, ScheduleConfig
 from openwafer.train.streamed import Streamed
 from openwafer.train.text_model import DTYPES
 
@@ -69,6 +69,10 @@ class Trainer:
         self._example: MicroBatch | None = None  # the first micro-batch: what the model was captured with
         self._eval_graph: Graph | None = None
         self._resumed: checkpoint.Checkpoint | None = None
+        if not isinstance(self.optimizer, OptimizerConfig):
+            raise UserError(f"optimizer must be one such as ow.AdamW(lr=3e-4), got {type(self.optimizer).__name__}")
+        if isinstance(schedule, ScheduleConfig):
+            raise UserError("schedule must map a step to a factor: give ScheduleConfig(...).build(num_steps)")
         if micro_batch_size is not None and micro_batch_size < 1:
             raise UserError(f"micro_batch_size must be at least 1, got {micro_batch_size}")
 

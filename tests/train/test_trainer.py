@@ -169,6 +169,25 @@ def test_mistakes(tmp_path: Path) -> None:
         job.step(points(0, 5))
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ow.SGD(lr=-1.0), "lr must be at least 0, got -1.0"),
+        (lambda: ow.AdamW(lr="high"), "lr must be a number, got 'high'"),
+        (lambda: ow.MemoryConfig(dram="many"), "dram"),
+        (lambda: ow.Cluster(precision="fp16"), "precision must be one of"),
+        (lambda: ow.Trainer(MLP(), torch.optim.SGD(MLP().parameters())), "optimizer must be one such as ow.AdamW"),
+        (lambda: ow.Trainer(MLP(), schedule=ow.ScheduleConfig()), r"give ScheduleConfig\(...\).build\(num_steps\)"),
+    ],
+)
+def test_values_from_python_are_held_to_the_rules_of_params(make: Any, message: str) -> None:
+    with pytest.raises(ow.UserError, match=message):
+        make()
+    assert ow.MemoryConfig(dram="100KiB").dram == 102400  # pyright: ignore
+    groups = ow.AdamW(groups=[{"match": "*.bias", "lr_scale": 0.5}]).groups
+    assert groups[0].lr_scale == 0.5
+
+
 def saved(folder: Path, layers: list[nn.Module], **options: Any) -> Path:
     job = ow.Trainer(Chain(layers), **options)
     job.step({"x": torch.ones(2, 4)})
