@@ -4,12 +4,14 @@
 
 First the disk's own rate: one file read and written front to back with O_DIRECT. Then a pass over arrays in the
 flash tier, each loaded, changed and released, as the optimizer does: every byte is read once and written once.
-The disk's rate for that mix is what the same reads and writes take when it does them at its own rates.
+The disk's rate for that mix is what the same reads and writes take when it does them at its own rates. The same
+through memory in small pages shows what huge ones are for.
 Last, training of a GPT with a third of its state in DRAM against all of it there.
 """
 
 import argparse
 import json
+import mmap
 import os
 import statistics
 import sys
@@ -33,20 +35,18 @@ from openwafer.models.config import ModelConfig
 from openwafer.train.streamed import Streamed, fill
 
 CHUNK_BYTES = 8 << 20
-BUFFER_BYTES = (
-    256 << 20
-)  # as large as an array: out of the processor's caches, which a virtual disk's copies go through
+# As large as an array: a virtual disk copies faster from and to the processor's caches.
+BUFFER_BYTES = 256 << 20
 TARGET = 0.80
 
 
-def disk_rates(folder: Path, num_bytes: int) -> dict[str, float]:
-    """Bytes per second of one sequential reader and of one writer."""
+def disk_rates(folder: Path, num_bytes: int, buffer: torch.Tensor | None = None) -> dict[str, float]:
+    """Bytes per second of one sequential reader and of one writer, through memory as the tier has it or `buffer`."""
     direct = has_direct(folder)
     if not direct:
         print(f"note: {folder} has no O_DIRECT, so the page cache takes part", file=sys.stderr)
-    memory = bytes_of(
-        aligned_bytes(BUFFER_BYTES).random_(0, 256)
-    )  # virtual disks write zeros faster than anything else
+    buffer = aligned_bytes(BUFFER_BYTES) if buffer is None else buffer
+    memory = bytes_of(buffer.random_(0, 256))  # virtual disks write zeros faster than anything else
     path = folder / "sequential"
     rates = {}
     # The first writing also allocates: rates are of a file that is there, as the tier's files are after a pass.
@@ -62,6 +62,13 @@ def disk_rates(folder: Path, num_bytes: int) -> dict[str, float]:
         rates[kind] = num_bytes / (time.perf_counter() - began)
     path.unlink()
     return rates
+
+
+def small_pages() -> torch.Tensor:
+    """A buffer in pages of the usual size: what the tier would have without huge ones."""
+    pages = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def tier_pass(
@@ -153,10 +160,13 @@ def main() -> None:
         tier = tier_rates(folder, num_bytes, array_bytes)
         after = disk_rates(folder, num_bytes)
         disk = {kind: (before[kind] + after[kind]) / 2 for kind in before}
+        small = disk_rates(folder, num_bytes, small_pages())
         both = 2 / (1 / disk["read"] + 1 / disk["write"])
         result = {
             "disk_read_gb_s": disk["read"] / 1e9,
             "disk_write_gb_s": disk["write"] / 1e9,
+            "disk_read_small_pages_gb_s": small["read"] / 1e9,
+            "disk_write_small_pages_gb_s": small["write"] / 1e9,
             "tier_read_gb_s": tier["read"] / 1e9,
             "tier_read_write_gb_s": tier["read and write"] / 1e9,
             "read_ratio": tier["read"] / disk["read"],

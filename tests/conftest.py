@@ -140,3 +140,14 @@ def forks(zygote: Forks) -> Iterator[Forks]:
     """`forks.start("train", "--params", ...)` is a real process: it can be killed."""
     yield zygote
     zygote.end_all()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As many as each of several workers has: PyTorch's kernels may round otherwise with another number."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

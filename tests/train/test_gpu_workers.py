@@ -24,20 +24,15 @@ CONFIG = ModelConfig(
 STEPS = 6
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(scope="module")
 def workers() -> Iterator[GpuWorkers]:
     """Two on one device, for one run after the other."""
     made = GpuWorkers(2, SwarmConfig(), None, num_gpus=1, device=LateDevices())
     yield made
     made.close()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def text(step: int) -> list[dict[str, Tensor]]:

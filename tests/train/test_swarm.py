@@ -28,21 +28,15 @@ CLIPPED = OptimizerConfig(lr=1e-2, max_grad_norm=0.5)
 IMMEDIATE = OptimizerConfig(lr=1e-2)
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[CsxPool]:
     """Four workers that serve one run after the other."""
     pool = CsxPool(PoolConfig(num_csx=4, threads=1, timeout_s=60))
     yield pool
     pool.close()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As many as the workers have: PyTorch's kernels may round otherwise with another number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def text(step: int) -> list[dict[str, Any]]:
