@@ -151,10 +151,12 @@ class Follower:
         self._leader.send(Message("squares", {}, {"squares": mine}))
         return [self._mailbox.get(0, "squares").tensors["squares"]]
 
-    def send_pieces(self, snapshot: Snapshot) -> None:
+    def send_pieces(self, store: Store) -> None:
         """For a checkpoint that the first store writes; returns at once."""
-        self.finish()
-        self._sending = threading.Thread(target=self._send, args=(snapshot,), name="openwafer-pieces", daemon=True)
+        self.finish()  # there is one snapshot at a time
+        self._sending = threading.Thread(
+            target=self._send, args=(store.freeze(),), name="openwafer-pieces", daemon=True
+        )
         self._sending.start()
 
     def _send(self, snapshot: Snapshot) -> None:

@@ -97,7 +97,7 @@ def _hold(config: JobConfig, world: World, wires: Wires) -> JobResult | None:
                 follower.evaluate()
             case "save":
                 job.engine.link.drain()
-                follower.send_pieces(job.engine.store.freeze())
+                follower.send_pieces(job.engine.store)
     follower.finish()
     return None
 

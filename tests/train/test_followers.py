@@ -71,7 +71,7 @@ class Pair:
 
     def _hear(self, message: Message) -> None:
         assert message.fields == {"do": "save"}
-        self.follower.send_pieces(self.stores[1].freeze())
+        self.follower.send_pieces(self.stores[1])
 
     def train(self) -> None:
         """An update of every Unit in both stores."""
