@@ -36,8 +36,8 @@ def run(args):
     if args.lost:
         raise BrokenPipeError("a worker")
     print(args.num_csx, args.words, flush=True)
-    if args.wait:
-        time.sleep(60)
+    while args.wait:
+        time.sleep(0.1)  # a signal just before a long sleep would be seen only after it
 '''
 
 GROUP = '''
@@ -157,13 +157,16 @@ def test_the_help_of_a_command(command) -> None:
 
 
 def test_ctrl_c_exits_with_130_and_no_traceback(command) -> None:
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*command, "probe", "--wait"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "1 []\n"  # the command is running
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "1 []\n"  # the command is running
+            process.send_signal(signal.SIGINT)
+            _, stderr = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert (process.returncode, stderr) == (130, "openwafer: interrupted\n")
 
 
