@@ -9,8 +9,6 @@ Tensor names: `weights/<param>`, `buffers/<buffer>`, `optimizer/<kind>/<param>`.
 always whole: it is written under another name and synced to disk before it gets its own.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -27,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from openwafer.direct_io import has_direct
 from openwafer.errors import UserError
+from openwafer.file_lock import FileLock
 from openwafer.tensor_file import CHUNK_BYTES, ChunkPool, TensorFile, digest_of, header_bytes_for
 
 FORMAT = 2  # format 1 has the SHA-256 of whole files only
@@ -81,15 +80,9 @@ def save(
     return target
 
 
-@contextlib.contextmanager
-def _only_writer(root: Path) -> Iterator[None]:
+def _only_writer(root: Path) -> FileLock:
     """One process saves at a time. The lock dies with its holder, so what lies around under it is litter."""
-    with (root / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another run is saving into {root}: give each run its own --model_dir") from None
-        yield
+    return FileLock(root / ".lock", f"another run is saving into {root}: give each run its own --model_dir")
 
 
 def _clean(root: Path) -> None:

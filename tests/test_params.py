@@ -66,7 +66,6 @@ def test_as_json_is_a_params_file() -> None:
         ({"kind": "linear"}, "'kind' could mean optimizer.kind or schedule.kind"),
         ({"train": 3}, "section 'train' must be a mapping"),
         ({"train": {"batch_size": 8, "micro_batch_size": 3}}, "micro_batch_size 3 does not divide batch_size 8"),
-        ({"num_csx": 2, "compile": True}, "compile with num_csx 2 does not work yet"),
         ({"model": {"num_heads": 4}}, "'num_heads' is given twice"),
         ({"optimizer": {"max_grad_norm": 0}}, "max_grad_norm must be above 0"),
     ],

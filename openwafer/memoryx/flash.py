@@ -13,7 +13,6 @@ when the next run takes the folder. Training resumes from checkpoints, never fro
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import threading
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from openwafer.direct_io import BLOCK_BYTES, aligned_bytes, bytes_of, has_direct, opened, rounded_up
 from openwafer.errors import UserError
+from openwafer.file_lock import FileLock
 from openwafer.memoryx.flash_queue import Transfer, TransferQueue
 from openwafer.memoryx.tier import Key
 
@@ -169,7 +169,7 @@ class FlashTier:
         self._lru.clear()
         self._free.clear()
         self._reader = None
-        os.close(self._lock)
+        self._lock.close()
 
     # Frozen content: a write goes to the other file of an array while this one is still to be read
 
@@ -363,22 +363,19 @@ def _failure(path: Path, action: str, error: OSError) -> UserError:
     )
 
 
-def _take(folder: Path) -> int:
+def _take(folder: Path) -> FileLock:
     """Lock the folder for this process and remove what a killed run left in it."""
+    busy = f"flash folder {folder} is used by another run: give each run its own --flash"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = FileLock(folder / ".lock", busy)
+        try:
+            for path in _scratch_files(folder):
+                path.unlink()
+        except BaseException:
+            lock.close()
+            raise
     except OSError as error:
-        raise UserError(f"cannot use flash folder {folder}: {error.strerror or error}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for path in _scratch_files(folder):
-            path.unlink()
-    except BlockingIOError:
-        os.close(lock)
-        raise UserError(f"flash folder {folder} is used by another run: give each run its own --flash") from None
-    except OSError as error:
-        os.close(lock)
         raise UserError(f"cannot use flash folder {folder}: {error.strerror or error}") from None
     return lock
 

@@ -49,8 +49,6 @@ class TrainConfig:
             object.__setattr__(self, "precision", "bf16" if self.device == "cuda" else "fp32")
         if self.device == "cpu" and self.device_memory is not None:
             raise UserError(f"device_memory {self.device_memory} is for --device cuda: on the CPU give --dram")
-        if self.compile and self.num_csx > 1:
-            raise UserError(f"compile with num_csx {self.num_csx} does not work yet: leave one of them out")
         if self.batch_size % self.micro_batch:
             raise UserError(
                 f"micro_batch_size {self.micro_batch} does not divide batch_size {self.batch_size}: "

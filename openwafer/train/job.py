@@ -85,7 +85,7 @@ class Job:
         self.train_shards = Shards.open(folder, "train", verify=config.data.verify)
         context = context_of(config.model, config.data)
         self.batches = Batches(self.train_shards, context, train.batch_size, seed=train.seed)
-        self.val_shards = folder
+        self.data_folder = folder
         self.context = context
         with deferred():
             self.module = build(config.model)
@@ -230,7 +230,7 @@ class Job:
         ours, theirs = stored.tokenizer, self.train_shards.tokenizer
         if ours is not None and theirs is not None and _vocabulary(ours) != _vocabulary(theirs):
             raise UserError(
-                f"{self.val_shards} was prepared with another tokenizer than that of {self.resumed}: "
+                f"{self.data_folder} was prepared with another tokenizer than that of {self.resumed}: "
                 f"prepare the text with `openwafer data prepare --tokenizer {ours} ...`"
             )
 
@@ -259,7 +259,7 @@ class Job:
         """Mean loss over the same held-out batches every time."""
         if not hasattr(self, "_eval_graph"):
             self._eval_graph = self._capture(self.micro_batch, training=False)
-            val = Shards.open(self.val_shards, "val", verify=self.config.data.verify)
+            val = Shards.open(self.data_folder, "val", verify=self.config.data.verify)
             batches = Batches(val, self.context, self.config.train.batch_size, seed=0)
             steps = range(self.config.train.eval_batches)
             self._eval_data = [mb for step in steps for mb in self._micro_batches(batches, step)]
@@ -269,8 +269,12 @@ class Job:
         train, graph = self.config.train, self.graph
         _say(
             f"{graph.num_parameters:,} parameters in {len(graph.units)} Units ({len(graph.functions)} distinct), "
-            f"{train.batch_size} x {self.context} tokens per step, on {train.device}"
+            f"{train.batch_size} x {self.context} tokens per step of {self.data_folder}, on {train.device}"
         )
+        if train.compile:
+            _say(f"compiling {len(graph.functions)} Unit functions: the first step takes longer")
+        if self.config.memoryx.flash is not None and self.config.memoryx.dram is None:
+            _say("all weights and optimizer state are in DRAM: --flash is used when --dram limits that, as in 20GiB")
         if isinstance(self.workers, LocalWorkers | NetworkWorkers):
             _say(f"{self.workers.num_csx} workers with {self.workers.threads} threads each")
         is_gpu = isinstance(self.workers, GpuWorker | GpuWorkers)

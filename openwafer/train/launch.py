@@ -14,6 +14,7 @@ from openwafer.swarmx.world import is_distributed
 from openwafer.train.gpu import GpuWorker
 from openwafer.train.gpu_workers import GpuWorkers
 from openwafer.train.job import Job, JobConfig, JobResult
+from openwafer.train.model_dir import only_run
 from openwafer.train.rank import run_rank
 from openwafer.train.workers import LocalWorkers
 
@@ -32,7 +33,16 @@ def run(config: JobConfig) -> JobResult | None:
         )
     swarmx.check(train.num_csx)
     check_shares(train.most_micro_batches, train.num_csx)
+    with only_run(train):
+        return _run_here(config)
+
+
+def _run_here(config: JobConfig) -> JobResult:
+    """With as many attempts as are allowed."""
+    train, swarmx = config.train, config.swarmx
     num_csx, num_restarts, last = train.num_csx, 0, _last_step(config)
+    if (done := _finished(config)) is not None:
+        return done
     while True:
         try:
             return _attempt(config, num_csx)
@@ -49,6 +59,18 @@ def run(config: JobConfig) -> JobResult | None:
             last = step
             where = "from the start" if step is None else f"from step {step}"
             _say(f"{error}; going on {where} with {num_csx} workers (restart {num_restarts} of {swarmx.max_restarts})")
+
+
+def _finished(config: JobConfig) -> JobResult | None:
+    """The result of a run that has nothing left to do: it need not load its model to say so."""
+    train, newest = config.train, checkpoint.latest(config.train.model_dir)
+    if newest is None or train.mode != "train":
+        return None
+    stored = checkpoint.Checkpoint.open(newest)
+    is_same_model = stored.meta.get("params", {}).get("model") == config.params.get("model")
+    if stored.step < train.num_steps or not is_same_model:  # another model is refused where it is compared
+        return None
+    return JobResult(step=stored.step, loss=None, eval_loss=None, tokens_per_s=None, checkpoint=newest)
 
 
 def _attempt(config: JobConfig, num_csx: int) -> JobResult:

@@ -321,7 +321,8 @@ def _leave(text: str) -> None:
 def _environment(config: PoolConfig) -> Iterator[None]:
     """Threads of workers that have to share cores sleep while they wait, instead of spinning."""
     cores = len(os.sched_getaffinity(0))
-    settings = {"OMP_NUM_THREADS": str(config.threads)}
+    # torch.compile in a worker starts no processes of its own, which a killed worker would leave behind.
+    settings = {"OMP_NUM_THREADS": str(config.threads), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     if config.num_csx * config.threads > cores:
         settings |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
     before = {name: os.environ.get(name) for name in settings}

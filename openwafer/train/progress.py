@@ -14,6 +14,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-~=*#@"
 _SPARK_WIDTH = 30
 _HISTORY = 1024
+_MOST_SILENCE_S = 30.0  # between lines of a run whose steps are slow
 
 
 def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH, bars: str = _BARS) -> str:
@@ -50,7 +51,8 @@ class LossHistory:
 
 
 class ProgressDisplay:
-    """Shows `update(metrics)`; a context manager. Off a terminal it prints a line every `every` steps."""
+    """Shows `update(metrics)`; a context manager. Off a terminal it prints a line every `every` steps,
+    and when there was none for half a minute."""
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class ProgressDisplay:
         self._stream = stream or sys.stderr
         self._history = LossHistory()
         self._live: Any = None
-        self._began = time.monotonic()
+        self._began = self._printed = time.monotonic()
         self._bars = _BARS if _can_show(self._stream, _BARS) else _ASCII_BARS
 
     def __enter__(self) -> "ProgressDisplay":
@@ -98,10 +100,15 @@ class ProgressDisplay:
         if self._live is not None:
             self._lines = [self._line(metrics), *self._spent(metrics)]
             self._live.refresh()
-        elif metrics.step % self._every == 0 or metrics.step in (self._start + 1, self._num_steps):
+        elif self._is_due(metrics.step):
+            self._printed = time.monotonic()
             print("  ".join([self._line(metrics), *self._spent(metrics)]), file=self._stream, flush=True)
             for line in self._workers():
                 print(f"  {line}", file=self._stream, flush=True)
+
+    def _is_due(self, step: int) -> bool:
+        is_silent = time.monotonic() - self._printed >= _MOST_SILENCE_S
+        return step % self._every == 0 or step in (self._start + 1, self._num_steps) or is_silent
 
     def _renderable(self) -> Any:
         from rich.text import Text

@@ -30,6 +30,7 @@ from openwafer.swarmx.world import World, join
 from openwafer.train.csx_process import STOP, Csx
 from openwafer.train.followers import Follower
 from openwafer.train.job import Job, JobConfig, JobResult
+from openwafer.train.model_dir import only_run
 from openwafer.train.network_workers import NetworkWorkers, Wires
 from openwafer.train.text_model import DTYPES, capture_text_model, context_of
 
@@ -80,13 +81,20 @@ def _hold(config: JobConfig, world: World, wires: Wires) -> JobResult | None:
     """A store. The first runs the job, the others do as it says."""
     name = world.verdict["checkpoint"]
     resumed = None if name is None else config.train.model_dir / "checkpoints" / name
-    job = Job(config, NetworkWorkers(world, wires, resumed))
-    if world.rank == 0:
+    workers = NetworkWorkers(world, wires, resumed)
+    if world.rank > 0:
+        _follow(Job(config, workers))
+        return None
+    with only_run(config.train):
+        job = Job(config, workers)
         print("all here: " + ", ".join(map(world.name, range(len(world.hosts)))), file=sys.stderr, flush=True)
         result = job.run()
         for channel in wires.channels.values():
             channel.send(Message("command", {"do": STOP}))
         return result
+
+
+def _follow(job: Job) -> None:
     follower = job.engine.swarm
     assert isinstance(follower, Follower)
     while (command := follower.command())["do"] != STOP:
@@ -99,7 +107,6 @@ def _hold(config: JobConfig, world: World, wires: Wires) -> JobResult | None:
                 job.engine.link.drain()
                 follower.send_pieces(job.engine.store)
     follower.finish()
-    return None
 
 
 def _compute(config: JobConfig, world: World, wires: Wires, waits: Waits) -> None:

@@ -25,9 +25,12 @@ from openwafer.swarmx.share import check_shares
 from openwafer.train.assembly import Assembly, Plan, Workers
 from openwafer.train.cluster import Cluster
 from openwafer.train.engine import MicroBatch, StepResult
+from openwafer.train.gpu import GpuWorker
+from openwafer.train.gpu_workers import GpuWorkers
 from openwafer.train.schedule import Schedule, ScheduleConfig
 from openwafer.train.streamed import Streamed
 from openwafer.train.text_model import DTYPES
+from openwafer.train.workers import LocalWorkers
 
 Batch = Mapping[str, Any] | Sequence[MicroBatch]
 
@@ -87,13 +90,14 @@ class Trainer:
     def step(self, batch: Batch) -> float:
         """One update; gives the mean loss of the batch. `last` has the details.
 
-        A mapping is cut along its first dimension into micro-batches of `micro_batch_size`; a list is taken as
-        the micro-batches themselves. All micro-batches of a run have the same shapes.
+        A mapping is cut along its first dimension into micro-batches of `micro_batch_size` (on a GPU, if that is not
+        given, the largest that fit); a list is taken as the micro-batches themselves. All micro-batches of a run have
+        the same shapes.
         """
         micro_batches = self._micro_batches(batch)
         if self._engine is None:
-            self._example, self._num_micro_batches = micro_batches[0], len(micro_batches)
-            self._engine = self._start(self._resumed)
+            self._engine = self._start(self._resumed, batch)
+            micro_batches = self._micro_batches(batch)  # they may have been made smaller
         with timeline.step(self.num_steps_done + 1):
             self.last = self._engine.step(micro_batches)
         return self.last.loss
@@ -165,7 +169,13 @@ class Trainer:
         """Write a checkpoint of this step into `model_dir`; gives its folder."""
         if self._engine is None:
             raise UserError("nothing was trained yet: take a step before saving")
-        meta: dict[str, Any] = {"trainer": {"optimizer": self.optimizer.kind, "model": type(self.model).__name__}}
+        meta: dict[str, Any] = {
+            "trainer": {
+                "optimizer": self.optimizer.kind,
+                "model": type(self.model).__name__,
+                "micro_batch_size": self.micro_batch_size,
+            }
+        }
         config = getattr(self.model, "config", None)
         if isinstance(config, ModelConfig):  # one of ours: it can be served and exported
             meta["params"] = {"model": dataclasses.asdict(config)}
@@ -214,16 +224,38 @@ class Trainer:
         graph = capture(self.model.train(training), (), dict(micro_batch), dtype=DTYPES[self.cluster.precision])
         return compiled(graph, torch.device(self.cluster.device)) if self.compile else graph
 
-    def _start(self, stored: checkpoint.Checkpoint | None) -> Streamed:
-        kind = self.optimizer.kind if stored is None else stored.meta.get("trainer", {}).get("optimizer")
-        if stored is not None and kind not in (None, self.optimizer.kind):
+    def _start(self, stored: checkpoint.Checkpoint | None, first: Batch | None = None) -> Streamed:
+        """An engine, from a checkpoint if there is one; `first` is the first batch, unless one was seen before."""
+        settings = {} if stored is None else stored.meta.get("trainer", {})
+        kind = settings.get("optimizer", self.optimizer.kind)
+        if stored is not None and kind != self.optimizer.kind:
             raise UserError(
                 f"{stored.folder} was trained with the optimizer {kind}, not {self.optimizer.kind}, whose state it has "
                 f"not: load it into a Trainer with OptimizerConfig(kind={kind!r})"
             )
+        workers = self._workers()
+        try:
+            if first is not None:
+                if isinstance(workers, GpuWorker | GpuWorkers):
+                    self._fit_micro_batch(workers, first, settings.get("micro_batch_size"))
+                micro_batches = self._micro_batches(first)
+                self._example, self._num_micro_batches = micro_batches[0], len(micro_batches)
+            assembly = Assembly(self._plan(workers), workers, stored)
+        except BaseException:
+            if workers is not None:
+                workers.close()
+            raise
+        # Processes, and files of the flash tier, go with the trainer, also when nobody closes it.
+        self._closer = weakref.finalize(self, _close, assembly, workers)
+        return assembly.engine
+
+    def _plan(self, workers: Workers | None) -> Plan:
         assert self._example is not None
         graph = with_groups(self._capture(self._example, training=True), self.optimizer.groups)
-        plan = Plan(
+        if isinstance(workers, GpuWorker | GpuWorkers):
+            check_shares(self._num_micro_batches, self.cluster.num_csx)
+            workers.check(graph, self._num_micro_batches)
+        return Plan(
             graph=graph,
             module=self.model,
             optimizer=self.optimizer,
@@ -233,44 +265,35 @@ class Trainer:
             seed=self.seed,
             options={"recompute": self.recompute},
         )
-        workers = self._workers(graph)
-        try:
-            assembly = Assembly(plan, workers, stored)
-        except BaseException:
-            if workers is not None:
-                workers.close()
-            raise
-        # Processes, and files of the flash tier, go with the trainer, also when nobody closes it.
-        self._closer = weakref.finalize(self, _close, assembly, workers)
-        return assembly.engine
 
-    def _workers(self, graph: Graph) -> Workers | None:
-        cluster = self.cluster
+    def _workers(self) -> Workers | None:
+        cluster, swarm = self.cluster, SwarmConfig(csx_threads=self.cluster.csx_threads)
+        if cluster.device == "cuda" and cluster.num_csx == 1:
+            return GpuWorker(cluster.device_memory, self.optimizer, recompute=self.recompute)
         if cluster.device == "cuda":
-            return self._gpu_workers(graph)
-        if cluster.num_csx > 1:
-            from openwafer.train.workers import LocalWorkers
+            return GpuWorkers(cluster.num_csx, swarm, cluster.device_memory, recompute=self.recompute)
+        return LocalWorkers(cluster.num_csx, swarm) if cluster.num_csx > 1 else None
 
-            return LocalWorkers(cluster.num_csx, SwarmConfig(csx_threads=cluster.csx_threads))
-        return None
+    def _fit_micro_batch(self, workers: GpuWorker | GpuWorkers, batch: Batch, before: int | None) -> None:
+        """Unless it was given: the size that the run began with (another would change its bits), or what fits."""
+        if self.micro_batch_size is not None or not isinstance(batch, Mapping):
+            return
+        sizes = {len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()}
+        if len(sizes) != 1:  # nothing to cut along
+            return
+        num_samples = sizes.pop()
+        if num_samples < self.cluster.num_csx:
+            raise UserError(f"a batch of {num_samples} samples is too small for num_csx {self.cluster.num_csx}")
 
-    def _gpu_workers(self, graph: Graph) -> Workers:
-        from openwafer.train.gpu import GpuWorker
-        from openwafer.train.gpu_workers import GpuWorkers
+        def graph_of(size: int) -> Graph:
+            self.micro_batch_size = size
+            return self._capture(self._micro_batches(batch)[0], training=True)
 
-        cluster = self.cluster
-        if cluster.num_csx == 1:
-            workers = GpuWorker(cluster.device_memory, self.optimizer, recompute=self.recompute)
-        else:
-            check_shares(self._num_micro_batches, cluster.num_csx)
-            swarm = SwarmConfig(csx_threads=cluster.csx_threads)
-            workers = GpuWorkers(cluster.num_csx, swarm, cluster.device_memory, recompute=self.recompute)
         try:
-            workers.check(graph, self._num_micro_batches)
-        except BaseException:
-            workers.close()
-            raise
-        return workers
+            size = workers.fit(graph_of, num_samples, before)
+        finally:
+            self.micro_batch_size = None
+        self.micro_batch_size = size
 
     def close(self) -> None:
         """Give back memory and files. The trainer can be asked for nothing afterwards."""

@@ -148,6 +148,20 @@ def test_a_finished_run_has_nothing_left_to_do(params: Path, whole: Path, capsys
     assert_same(tensors(whole, STEPS), before)
 
 
+def test_two_runs_in_one_folder(params: Path, tmp_path: Path, forks: Forks) -> None:
+    flags = ("train", "--params", params, "--model_dir", tmp_path)
+    first = forks.start(*flags, "--num_steps", "100000", "--log_every", "1")
+    first.read_until("step 1/")
+    code, errors = forks.run(*flags)
+    assert (code, errors) == (
+        2,
+        f"openwafer: another run is training in {tmp_path}: wait for it, or give this one its own --model_dir\n",
+    )
+    first.kill()
+    first.wait()
+    assert forks.run(*flags, "--num_steps", "2")[0] == 0  # the lock died with its holder
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -55,6 +55,14 @@ def test_plain_lines_when_not_a_terminal():
     assert "loss 0.4000  12.3k tokens/s  ETA 0:00:00  █" in lines[-1]
 
 
+def test_slow_steps_are_not_silent(monkeypatch):
+    clock = iter(range(0, 10_000, 16))
+    monkeypatch.setattr("openwafer.train.progress.time.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    show(stream, num_steps=9, every=1000)
+    assert len(stream.getvalue().splitlines()) > 3
+
+
 def test_a_line_says_what_the_step_waited_for():
     spent = {"compute": 0.7, "flash read": 0.2, "update": 0.1}
     done = replace(metrics(5, 1.0), step_s=1.0, spent_s=spent)

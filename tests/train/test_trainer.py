@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from late_device import LateDevices
 from torch import nn
 
 import openwafer as ow
@@ -16,6 +17,7 @@ from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
 from openwafer.models.load import load
 from openwafer.timeline import Timeline
+from openwafer.train.gpu_workers import GpuWorkers
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "vocab_size": 61, "max_position_embeddings": 16}
 
@@ -299,6 +301,9 @@ def test_compiled_training_repeats_itself_and_stays_near_the_uncompiled() -> Non
     assert first == again
     assert all(torch.equal(weights[name], tensor) for name, tensor in weights_again.items())
     assert first == pytest.approx(plain, rel=1e-4)
+    shared, weights_shared = run(compile=True, cluster=ow.Cluster(num_csx=2))
+    assert shared == first
+    assert all(torch.equal(weights[name], tensor) for name, tensor in weights_shared.items())
     kept, _ = run(compile=True, recompute=False)
     assert kept == pytest.approx(plain, rel=1e-4)
 
@@ -315,6 +320,40 @@ def test_a_timeline_around_the_api(tmp_path: Path) -> None:
     assert timeline.last.step == 3
     assert timeline.last.by_lane["compute"] > 0
     assert (tmp_path / "trace.json").read_text().count('"step ') == 3
+
+
+class LateWorkers(GpuWorkers):
+    """Two workers on one device of host memory."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, num_gpus=1, device=LateDevices())
+
+
+def gpt_steps(num_steps: int, folder: Path | None = None, **options: Any) -> tuple[ow.Trainer, list[float]]:
+    torch.manual_seed(0)
+    job = ow.Trainer(build(ModelConfig(**TINY, dropout=0.1)), optimizer=ow.AdamW(lr=1e-2), **options)
+    if folder is not None:
+        job.load(folder)
+    return job, job.fit([tokens(job.num_steps_done + step) for step in range(num_steps)])
+
+
+def test_workers_with_devices_take_the_largest_micro_batches_that_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("openwafer.train.trainer.GpuWorkers", LateWorkers)
+    on_two = {"cluster": ow.Cluster(num_csx=2, device="cuda", precision="fp32")}
+    job, losses = gpt_steps(4, **on_two)
+    assert job.micro_batch_size == 2  # four samples, and one micro-batch at least for each of two workers
+    job.close()
+    assert losses == gpt_steps(4, micro_batch_size=2)[1]
+    # A run goes on with the size it began with, which need not be the largest.
+    losses = gpt_steps(4, micro_batch_size=1)[1]
+    job, first = gpt_steps(2, micro_batch_size=1)
+    job.save(tmp_path)
+    job, second = gpt_steps(2, tmp_path, **on_two)
+    assert job.micro_batch_size == 1
+    job.close()
+    assert first + second == losses
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
