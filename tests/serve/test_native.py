@@ -1,5 +1,11 @@
 """The C kernels against the definition in PyTorch, and against the model itself."""
 
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -89,3 +95,16 @@ def test_keys_in_half_precision_stay_close(request: pytest.FixtureRequest) -> No
     assert first.tobytes() != second.tobytes()
     whole.close()
     half.close()
+
+
+@pytest.mark.skipif(platform.machine() == "x86_64", reason="the tests above run what the processor has")
+def test_the_loops_for_avx512_with_its_instructions_emulated(tmp_path: Path) -> None:
+    """The tests above, in a process whose kernels are compiled as for such a processor (see avx512/immintrin.h)."""
+    has = [f"-D__{name}__" for name in ("AVX2", "F16C", "AVX512F", "AVX512BW", "AVX512VNNI")]
+    compiler = ["cc", f"-I{Path(__file__).parent / 'avx512'}", "-U__ARM_NEON", "-U__ARM_FEATURE_DOTPROD", *has]
+    environment = {**os.environ, "CC": " ".join(compiler), "OPENWAFER_CACHE": str(tmp_path)}
+    which = "(packed_weights or same_bits) and odd"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__, "-k", which]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert list(tmp_path.glob("kernels/decoder-*.so"))
