@@ -62,6 +62,11 @@ def run(args: argparse.Namespace) -> None:
 def _load(
     model: str, names: tuple[str, ...], engine_config: EngineConfig, config: ServeConfig, template: str | None
 ) -> "ServedModel":
+    from openwafer.serve.decoder_library import build_ahead
+
+    if engine_config.device == "cpu":
+        build_ahead()
+
     from openwafer.serve.api.served_model import ServedModel
     from openwafer.serve.engine import open_engine
 

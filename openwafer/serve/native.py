@@ -7,13 +7,12 @@ import ctypes
 import itertools
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from openwafer.errors import UserError
-from openwafer.kernels.compiled import compiled
+from openwafer.serve.decoder_library import decoder_library
 from openwafer.serve.matrix import BLOCK, Matrix
 from openwafer.serve.program import (
     Activate,
@@ -38,7 +37,6 @@ _KINDS = {Embed: 0, AddPosition: 1, Norm: 2, Linear: 3, Attend: 4, Activate: 5, 
 _QUANTIZE = 7
 _FORMATS = {"fp32": 0, "bf16": 1, "fp16": 2, "q8": 3, "q4": 4}
 _ACTIVATIONS = {"gelu": 0, "gelu_tanh": 1, "silu": 2, "relu": 3}
-_SOURCES = Path(__file__).parent / "csrc"
 
 
 class _Matrix(ctypes.Structure):
@@ -96,7 +94,7 @@ class _Program(ctypes.Structure):
 
 def load_library() -> ctypes.CDLL:
     """The kernels, from the cache if they were built before; NoCompiler where they cannot be."""
-    built = compiled("decoder", sorted(_SOURCES.glob("*.c")), ("-flto", "-fno-schedule-insns"))
+    built = decoder_library()
     built.decoder_open.restype = ctypes.c_void_p
     built.decoder_open.argtypes = [ctypes.POINTER(_Program), ctypes.c_int]
     built.decoder_run.restype = None
