@@ -32,7 +32,8 @@ from openwafer.memoryx.store import Store, fields
 from openwafer.memoryx.tier import DramTier
 from openwafer.swarmx.config import SwarmConfig
 from openwafer.swarmx.message import Message
-from openwafer.swarmx.network import NetworkHub, NetworkPort
+from openwafer.swarmx.network import NetworkHub
+from openwafer.swarmx.network_port import NetworkPort
 from openwafer.swarmx.stripe import stripes
 from openwafer.swarmx.tree import nodes_of
 from openwafer.swarmx.waits import Waits

@@ -72,6 +72,9 @@ class LateDevice:
         start = memory.view(torch.uint8)[:1]
         start.copy_(start.clone())  # CUDA wants memory that can be written
 
+    def host_memory(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.full((num_elements,), torch.nan, dtype=dtype)
+
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         return torch.full((num_elements,), torch.nan, dtype=dtype)
 

@@ -45,6 +45,10 @@ class Device(Protocol):
         """Copies from and to this host memory run at full speed and by themselves from now on. Once is enough."""
         ...
 
+    def host_memory(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the host that copies run from and to at full speed."""
+        ...
+
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor: ...
 
     def now(self) -> Moment:

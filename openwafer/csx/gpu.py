@@ -9,7 +9,7 @@ from torch import Tensor
 from openwafer.csx.device import Moment
 from openwafer.csx.footprint import Footprint, measure
 from openwafer.graph import Graph
-from openwafer.memoryx.pinned import lock
+from openwafer.memoryx.pinned import lock, pinned
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,9 @@ class Gpu:
         if memory.data_ptr() not in self._locked:
             lock(memory)
             self._locked.add(memory.data_ptr())
+
+    def host_memory(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        return pinned(num_elements, dtype)
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_elements, dtype=dtype, device=self.where)

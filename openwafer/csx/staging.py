@@ -1,7 +1,7 @@
-"""A worker's port where weights and gradients have to be copied between shared host memory and a device.
+"""A worker's port where weights and gradients have to be copied between host memory and a device.
 
 Two threads: one copies weights into slots on the device as they are announced and slots are free, ahead of the
-computation; one tells the store of gradients when they have arrived in shared memory.
+computation; one sends gradients off when they have arrived in host memory.
 """
 
 import collections
@@ -16,8 +16,9 @@ from torch import Tensor
 from openwafer.csx.cuda import NUM_SLOTS
 from openwafer.csx.device import Device, Moment
 from openwafer.graph import Unit
-from openwafer.swarmx.local import LocalPort, weights_in
+from openwafer.swarmx.local import weights_in
 from openwafer.swarmx.message import Message
+from openwafer.swarmx.port import HostPort
 from openwafer.swarmx.tree import Parts
 
 _MOST_LEAVING = 2  # Units whose gradients are on the device and on their way out
@@ -43,7 +44,7 @@ class Delivery:
 class StagedPort:
     """`port` with everything on `device`."""
 
-    def __init__(self, port: LocalPort, device: Device, num_slots: int = NUM_SLOTS) -> None:
+    def __init__(self, port: HostPort, device: Device, num_slots: int = NUM_SLOTS) -> None:
         self.graph = port.graph
         self.waits = port.waits
         self.device = device.where
@@ -74,6 +75,7 @@ class StagedPort:
 
     def stream(self, order: Iterable[Unit]) -> Iterator[tuple[Unit, Mapping[str, Tensor]]]:
         units = list(order)
+        self._port.begin(units)
         deliveries: queue.Queue[Delivery | BaseException] = queue.Queue()
         threading.Thread(target=self._fill, args=(units, deliveries), name="openwafer-filler", daemon=True).start()
         for unit in units:
@@ -125,6 +127,7 @@ class StagedPort:
         self._leaving.clear()
         if self._error is not None:
             raise self._error
+        self._port.flush()
 
     def _announce_all(self) -> None:
         while (item := self._announcements.get()) is not None:

@@ -76,7 +76,8 @@ class LocalHub(Hub):
 
 
 class LocalPort:
-    """The worker's end. `lock` is told of shared memory that stays where it is, each time that it is used anew."""
+    """The worker's end, see `port.HostPort`. `lock` is told of shared memory that stays where it is, each time that it
+    is used anew."""
 
     device = torch.device("cpu")
 
@@ -124,9 +125,11 @@ class LocalPort:
             if say_read is not None:
                 say_read()
 
+    def begin(self, units: Sequence[Unit]) -> None:
+        pass  # the store has told what comes
+
     def receive(self, unit: Unit) -> tuple[dict[int, Tensor], Callable[[], None] | None]:
-        """The flat arrays that hold the Unit's weights, by owner, where the store keeps them; and what must be called
-        when they have been read, if they do not stay there."""
+        """As `HostPort.receive`: where the store keeps them."""
         message = self._mailbox.get(STORE, "weights")
         assert message.fields["unit"] == unit.index, (message, unit.index)
         flats = {
@@ -148,7 +151,6 @@ class LocalPort:
     def begin_send(
         self, unit: Unit, gradients: Mapping[str, Parts]
     ) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
-        """What is to be copied, (target, source), and what must be called when it is."""
         num_parts = max((len(parts) for parts in gradients.values()), default=0)
         slot, pairs, places = self._outbox.lay_out(gradients, self._largest * num_parts)
         message = Message("gradients", {"unit": unit.index, "slot": slot, "parts": places})

@@ -1,12 +1,12 @@
 """What a worker sees of its stores: commands, weights that arrive, a way out for gradients."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from openwafer.graph import Unit
+from openwafer.graph import Graph, Unit
 from openwafer.swarmx.message import Message
 from openwafer.swarmx.tree import Parts
 from openwafer.swarmx.waits import Waits
@@ -45,3 +45,27 @@ class Port(Protocol):
     def flush(self) -> None:
         """Until all gradients have left."""
         ...
+
+
+class HostPort(Port, Protocol):
+    """A port whose tensors are in host memory, in the pieces that are needed to copy them to and from a device."""
+
+    graph: Graph
+    wire: torch.dtype
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        """The weights of these Units are asked for next, in this order."""
+        ...
+
+    def receive(self, unit: Unit) -> tuple[dict[int, Tensor], Callable[[], None] | None]:
+        """The flat arrays that hold the Unit's weights, by owner; and what must be called when they have been read, if
+        they do not stay there."""
+        ...
+
+    def begin_send(
+        self, unit: Unit, gradients: Mapping[str, Parts]
+    ) -> tuple[list[tuple[Tensor, Tensor]], Callable[[], None]]:
+        """What is to be copied, (target, source), and what must be called when it is."""
+        ...
+
+    def close(self) -> None: ...

@@ -64,8 +64,12 @@ def join(
     params: Mapping[str, Any],
     version: str,
     decide: Callable[[int], dict[str, Any]],
+    trouble: str | None = None,
 ) -> World:
-    """Meet the other ranks. `decide` is called on rank 0 with the number of workers; all ranks get what it gives."""
+    """Meet the other ranks. `decide` is called on rank 0 with the number of workers; all ranks get what it gives.
+
+    `trouble` is why this rank cannot take part: all are told, and none starts.
+    """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found_csx = size - config.num_memoryx
     _check_size(size, config, num_csx)
@@ -73,6 +77,7 @@ def join(
     hello = {"version": version, "torch": torch.__version__, "params": _digest(params)}
     hello |= {"machine": platform.machine(), "host": f"{socket.gethostname()}:{os.getpid()}"}
     hello["threads"] = torch.get_num_threads() if rank >= config.num_memoryx else None
+    hello["trouble"] = trouble
     meeting = Meeting(store, rank, size)
     if rank == 0:
         verdict = meeting.lead(hello, lambda hellos: _verdict(hellos, config, decide))
@@ -178,6 +183,8 @@ def _check_size(size: int, config: SwarmConfig, num_csx: int) -> None:
 def _compare(hellos: list[dict[str, Any]]) -> None:
     """All ranks run the same program on the same params."""
     for rank, other in enumerate(hellos):
+        if other["trouble"] is not None:
+            raise UserError(f"rank {rank} on {other['host']}: {other['trouble']}")
         for key in ("version", "torch", "params", "machine", "threads"):
             mine = next((hello[key] for hello in hellos if hello[key] is not None), None)
             if other[key] is not None and other[key] != mine:

@@ -209,7 +209,8 @@ class Job:
     def _capture(self, micro_batch: int, *, training: bool = True) -> Graph:
         train = self.config.train
         graph = capture_text_model(self.module, micro_batch, self.context, DTYPES[train.precision], training=training)
-        return compiled(graph, torch.device(train.device)) if train.compile else graph
+        computes = not isinstance(self.workers, NetworkWorkers)  # a store does not
+        return compiled(graph, torch.device(train.device)) if train.compile and computes else graph
 
     def _micro_batch(self, stored: checkpoint.Checkpoint | None) -> int:
         """The given one, the one the run began with (another would change its bits), or what fits the device."""

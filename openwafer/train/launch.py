@@ -23,8 +23,10 @@ def run(config: JobConfig) -> JobResult | None:
     """The whole run; under torchrun this rank's part of it, with a result on rank 0."""
     train, swarmx = config.train, config.swarmx
     if is_distributed():
-        if train.device == "cuda":
-            raise UserError("device cuda under torchrun does not work yet: GPUs are used on one host, without torchrun")
+        if train.device == "cuda" and train.micro_batch_size is None:
+            raise UserError(
+                "device cuda under torchrun needs a --micro_batch_size: what fits is found on one host only"
+            )
         return run_rank(config)
     if swarmx.num_memoryx > 1:
         raise UserError(

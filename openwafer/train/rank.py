@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from openwafer import checkpoint
+from openwafer.csx.staging import StagedPort
 from openwafer.csx.worker import Worker
 from openwafer.errors import UserError
 from openwafer.graph.compiled import compiled
@@ -22,7 +23,7 @@ from openwafer.memoryx.optimizer import make_optimizer
 from openwafer.models.build import build
 from openwafer.swarmx.channel import RankLost
 from openwafer.swarmx.message import Message
-from openwafer.swarmx.network import NetworkPort
+from openwafer.swarmx.network_port import NetworkPort
 from openwafer.swarmx.share import check_shares
 from openwafer.swarmx.stripe import stripes
 from openwafer.swarmx.waits import Waits
@@ -32,6 +33,8 @@ from openwafer.train.followers import Follower
 from openwafer.train.job import Job, JobConfig, JobResult
 from openwafer.train.model_dir import only_run
 from openwafer.train.network_workers import NetworkWorkers, Wires
+from openwafer.train.rank_device import RankDevice
+from openwafer.train.streamed import on_device
 from openwafer.train.text_model import DTYPES, capture_text_model, context_of
 
 
@@ -41,13 +44,19 @@ def run_rank(config: JobConfig) -> JobResult | None:
     if swarmx.csx_threads is not None:
         torch.set_num_threads(swarmx.csx_threads)
     swarmx.check(train.num_csx)
-    world = join(swarmx, train.num_csx, config.params, _version(), functools.partial(_decide, config))
+    device, trouble = None, None
+    if train.device == "cuda":
+        try:
+            device = RankDevice.of_this_rank(swarmx.num_memoryx, train.device_memory)
+        except UserError as error:
+            trouble = str(error)
+    world = join(swarmx, train.num_csx, config.params, _version(), functools.partial(_decide, config), trouble)
     waits = Waits()
     wires = Wires(world, swarmx.lost_after, waits.status)
     status = [1]  # the exit status; filled below
     atexit.register(lambda: _end(status[0]))
     try:
-        result = _hold(config, world, wires) if world.is_store else _compute(config, world, wires, waits)
+        result = _hold(config, world, wires) if world.is_store else _compute(config, world, wires, waits, device)
         status[0] = 0
     except RankLost as error:
         wires.leave(error)
@@ -109,8 +118,9 @@ def _follow(job: Job) -> None:
     follower.finish()
 
 
-def _compute(config: JobConfig, world: World, wires: Wires, waits: Waits) -> None:
+def _compute(config: JobConfig, world: World, wires: Wires, waits: Waits, device: RankDevice | None) -> None:
     train = config.train
+    where = torch.device("cpu") if device is None else device.where
     context = context_of(config.model, config.data)
     with deferred():
         module = build(config.model)
@@ -118,12 +128,24 @@ def _compute(config: JobConfig, world: World, wires: Wires, waits: Waits) -> Non
     capture = functools.partial(capture_text_model, module, train.micro_batch, context, dtype)
     graph = with_groups(capture(training=True), config.optimizer.groups)
     if train.compile:
-        graph = compiled(graph, torch.device("cpu"))
+        graph = compiled(graph, where)
+    graph = on_device(graph, where)
     parts = stripes(graph, make_optimizer(config.optimizer), world.num_memoryx)
-    port = NetworkPort(world, graph, parts, wires.mailbox, wires.channels[0], wire=dtype or torch.float32, waits=waits)
+    memory = {} if device is None else {"allocate": device.host_memory}
+    wire = dtype or torch.float32
+    port = NetworkPort(world, graph, parts, wires.mailbox, wires.channels[0], wire=wire, waits=waits, **memory)
+    if device is not None:
+        device.reserve(graph, train.num_micro_batches, world.num_csx, recompute=train.recompute)
+        port = StagedPort(port, device.device)
     worker = Worker(graph, train.seed, recompute=train.recompute)
     port.tell(Message("ready"))
-    Csx(port, worker, functools.cache(lambda: capture(training=False))).serve()
+    try:
+        Csx(port, worker, functools.cache(lambda: on_device(capture(training=False), where))).serve()
+    except torch.OutOfMemoryError as error:  # again, it would happen again
+        raise UserError(
+            f"{world.name(world.rank)} has not enough device memory: {str(error).splitlines()[0]}; give a smaller "
+            "--micro_batch_size, or fewer workers per GPU"
+        ) from None
 
 
 def _end(status: int) -> NoReturn:
