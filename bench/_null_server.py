@@ -106,9 +106,10 @@ def null_server(
     def load() -> ServedModel:
         if model is None:
             return ServedModel.make(("null",), NullEngine(256, 258, step_s, max_context), bench_tokenizer())
-        from openwafer.serve.engine import open_engine
+        from openwafer.serve.engine import EngineConfig, open_engine
 
-        engine, tokenizer, _ = open_engine(model)
+        # So little that it is all in use within a minute (memory is then flat), and that requests have to give way.
+        engine, tokenizer, _ = open_engine(model, EngineConfig(kv_cache=64 << 20))
         assert tokenizer is not None
         return ServedModel.make(("null",), engine, tokenizer)
 
