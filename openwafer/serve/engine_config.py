@@ -1,6 +1,7 @@
 """What a user may choose about the engine; imports no torch."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from openwafer.config import option
@@ -17,9 +18,20 @@ class EngineConfig:
     quantization: Literal["int8", "int4"] | None = option(
         None, help="pack weights to 8 or 4 bits in groups of 32 while loading (default: as stored)"
     )
-    num_threads: int | None = option(None, help="CPU threads of the model (default: the cores there are)", minimum=1)
+    num_threads: int | None = option(
+        None, help="CPU threads of the model, all stages together (default: the cores there are)", minimum=1
+    )
+    num_csx: int = option(1, help="processes that the layers are divided over, each with its own weights", minimum=1)
+    dram: int | None = option(
+        None,
+        help="memory for weights, keys and values, such as 4GiB; weights that do not fit are streamed from flash "
+        "(default: all in memory, as long as they fit)",
+        minimum=1,
+        size=True,
+    )
+    flash: Path | None = option(None, help="folder for weights that do not fit into dram (default: in the cache)")
     kv_cache: int | None = option(
-        None, help="memory for keys and values (default: 1 GiB; cuda: most of what is free)", minimum=1, size=True
+        None, help="memory for keys and values (default: 1 GiB, a quarter of dram; cuda: most of what is free)", minimum=1, size=True
     )
     max_context: int | None = option(None, help="longest prompt and answer together (default: the model's)", minimum=2)
     max_running: int | None = option(None, help="requests decoded at once (default: 64; cuda: 128)", minimum=1)
