@@ -82,8 +82,14 @@ def _placement(
 
 
 def _least(inventory: Inventory, region: Region, max_rows: int) -> int:
-    """Bytes for the weights of a region of which everything that can be is streamed."""
-    least = _fixed(inventory, region, max_rows) + _buffers(_unit_bytes(inventory, region))
+    """Bytes for the weights of a region of which everything that can be is streamed.
+
+    While it is loaded, a layer is there as it is stored, packed, and in the buffer that is written; a table is packed
+    whole before it is written.
+    """
+    unit = _unit_bytes(inventory, region)
+    table = inventory.embedding.matrices if region.embeds else inventory.head.matrices if region.has_head else 0
+    least = _fixed(inventory, region, max_rows) + max(unit + _buffers(unit), table + unit)
     return min(least, inventory.total(region))
 
 
@@ -98,7 +104,7 @@ def _fixed(inventory: Inventory, region: Region, max_rows: int) -> int:
 
 
 def _buffers(unit: int) -> int:
-    """Two units; while loading one, a packed layer and half of it again where matrices are joined."""
+    """Two units; while a layer that stays is loaded, one, the layer as it is stored, and half of it being joined."""
     return _NUM_BUFFERS * unit + unit // 2
 
 

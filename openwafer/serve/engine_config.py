@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from openwafer.config import option
+from openwafer.config import conform, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,9 @@ class EngineConfig:
     )
     draft_model: str | None = option(None, help="speculation draft: the small model, of the same vocabulary")
     num_draft_tokens: int = option(4, help="tokens guessed ahead at most", minimum=1, maximum=64)
+
+    def __post_init__(self) -> None:
+        conform(self)
 
     @property
     def num_running(self) -> int:

@@ -1,5 +1,6 @@
 """What a stored model's weights will take in memory once they are packed, known before one of them is read."""
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -85,6 +86,7 @@ def take_inventory(stored: StoredModel, config: EngineConfig) -> Inventory:
     )
 
 
+@functools.lru_cache(maxsize=2)
 def blueprint(config: ModelConfig) -> nn.Module:
     """The module's names and shapes, without a weight."""
     with torch.device("meta"), Uninitialised():

@@ -38,27 +38,35 @@ class _Loader:
         self._module = blueprint(stored.config)  # for names and shapes only
 
     def program(self) -> Program:
-        shape, region, stream = self._stored.config, self._region, self._stream
+        shape, region = self._stored.config, self._region
         builder = ProgramBuilder(shape)
-        body: list[Operation] = []
-        head: list[Operation] = []
+        parts: dict[Part, list[Operation]] = {}
         first: Weights = {}
         if region.embeds:
             first = self._weights("embedding")
-            operations = builder.embedding(first)
-            body += operations if stream is None else stream.embedding(operations)
-            if any(isinstance(op, Embed) and op.table.is_elsewhere for op in body):
+            parts["embedding"] = self._placed("embedding", builder.embedding(first))
+            if any(isinstance(op, Embed) and op.table.is_elsewhere for op in parts["embedding"]):
                 first = {}  # from now on it is on flash only
-        for layer in region.layers:
-            operations = builder.layer(layer, layer - region.first, self._weights(layer))
-            body += operations if stream is None else stream.layer(layer, operations)
         if region.has_head:
             # A tied table is read once where both ends are here and it stays in memory.
-            head = builder.head(first | self._weights("head", without=first if shape.tied else {}))
-            head = head if stream is None else stream.head(head)
-        if stream is not None:
-            stream.finish()
-        return Program(config=shape, widths=builder.widths, body=tuple(body), head=tuple(head))
+            given = first if shape.tied else {}
+            parts["head"] = self._placed("head", builder.head(given | self._weights("head", without=given)))
+        # What stays comes last: while the others are packed there is room for that.
+        for layer in sorted(region.layers, key=self._stays):
+            parts[layer] = self._placed(layer, builder.layer(layer, layer - region.first, self._weights(layer)))
+        if self._stream is not None:
+            self._stream.finish()
+        order = [part for part in ("embedding", *region.layers) if part in parts]
+        body = [operation for part in order for operation in parts[part]]
+        return Program(
+            config=shape, widths=builder.widths, body=tuple(body), head=tuple(parts.get("head", ()))
+        )
+
+    def _stays(self, layer: int) -> bool:
+        return self._stream is None or layer not in self._stream.placement.layers
+
+    def _placed(self, part: Part, operations: list[Operation]) -> list[Operation]:
+        return operations if self._stream is None else self._stream.taken(part, operations)
 
     def _weights(self, part: Part, without: Weights | None = None) -> Weights:
         """The packed weights of a part; those in `without` are at hand already."""
@@ -83,7 +91,8 @@ class _Loader:
 
     def _packed(self, name: str, tensor: torch.Tensor) -> Matrix | torch.Tensor:
         if is_vector(name, tensor):
-            return tensor.detach().float().contiguous()
+            # A copy: a view would keep the whole mapped file in memory, as far as it was read.
+            return tensor.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if self._config.quantization is not None:
             return Matrix.quantized(tensor, 8 if self._config.quantization == "int8" else 4)
         kind = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(tensor.dtype)

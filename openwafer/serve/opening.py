@@ -43,11 +43,11 @@ def open_runner(stored: StoredModel, config: EngineConfig) -> Runner:
     plans = plan_stages(stored, config)
     if len(plans) == 1:
         return open_stage(stored, config, plans[0])
-    from openwafer.serve.pipeline.runner import PipelineRunner
+    from openwafer.serve.pipeline.runner import open_pipeline
 
     with contextlib.suppress(NoCompiler):
         load_library()  # built once, before every stage wants it
-    return PipelineRunner(stored.path, config, plans)
+    return open_pipeline(stored.path, config, plans)
 
 
 def open_stage(

@@ -5,7 +5,8 @@ this file, the C kernels) knows the operations only. Every operation works on ea
 `Attend`, which reads the keys and values of the row's own sequence.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -146,7 +147,7 @@ def build_program(config: ModelConfig, weights: Weights) -> Program:
 
 
 class ProgramBuilder:
-    """Makes the operations of a model part by part.
+    """Makes the operations of a model part by part; nothing of a part is kept afterwards.
 
     Weights go by their names in our modules (a tied head has none of its own). Joined matrices are taken out of the
     given ones: whoever keeps no other reference then never holds a matrix twice.
@@ -174,7 +175,25 @@ class ProgramBuilder:
             self._freqs = {False: plain, True: plain if local is None else frequencies(config.head_size, local, None)}
 
     def embedding(self, weights: Weights) -> list[Operation]:
+        with self._using(weights):
+            return self._embedding()
+
+    def layer(self, layer: int, place: int, weights: Weights) -> list[Operation]:
+        """Layer `layer` of the model; its keys and values are in place `place` of the cache."""
+        with self._using(weights):
+            return self._gpt_layer(layer, place) if self._is_gpt else self._llama_layer(layer, place)
+
+    def head(self, weights: Weights) -> list[Operation]:
+        with self._using(weights):
+            return self._head()
+
+    @contextlib.contextmanager
+    def _using(self, weights: Weights) -> Iterator[None]:
         self._weights = weights
+        yield
+        self._weights = {}
+
+    def _embedding(self) -> list[Operation]:
         x = self._span("x")
         scale = self._config.hidden_size**0.5 if self._config.gemma_norms else 1.0
         operations: list[Operation] = [Embed(dst=x, table=self._matrix(self._table_name), scale=scale)]
@@ -182,13 +201,7 @@ class ProgramBuilder:
             operations.append(AddPosition(dst=x, table=self._vector("transformer.wpe.weight")))
         return operations
 
-    def layer(self, layer: int, place: int, weights: Weights) -> list[Operation]:
-        """Layer `layer` of the model; its keys and values are in place `place` of the cache."""
-        self._weights = weights
-        return self._gpt_layer(layer, place) if self._is_gpt else self._llama_layer(layer, place)
-
-    def head(self, weights: Weights) -> list[Operation]:
-        self._weights = weights
+    def _head(self) -> list[Operation]:
         h, name = self._span("h"), "transformer.ln_f" if self._is_gpt else "model.norm"
         matrix = self._matrix(self._table_name if self._config.tied else "lm_head.weight")
         return [

@@ -24,6 +24,7 @@ from openwafer.memoryx.flash import FlashTier, FolderInUse
 from openwafer.registry import cache_dir
 from openwafer.serve.matrix import GROUP, Matrix
 from openwafer.serve.program import Embed, Linear, Operation, Span
+from openwafer.serve.region import Part
 
 _ALIGNMENT = 64  # of a matrix within its unit
 _UNIT, _TABLE = "unit", "table"
@@ -68,21 +69,25 @@ class WeightStream:
 
     # Loading
 
-    def embedding(self, operations: Sequence[Operation]) -> list[Operation]:
-        return [
-            dataclasses.replace(op, table=self._put_table(op.table))
-            if isinstance(op, Embed) and self.placement.table
-            else op
-            for op in operations
-        ]
+    def taken(self, part: Part, operations: list[Operation]) -> list[Operation]:
+        """The operations of a part, their matrices on flash if that is their place."""
+        placement = self.placement
+        if part == "embedding" and placement.table:
+            return [
+                dataclasses.replace(op, table=self._put_table(op.table)) if isinstance(op, Embed) else op
+                for op in operations
+            ]
+        if part == "head" and placement.head:
+            return self._put_head(operations)
+        return self._put(operations) if part in placement.layers else operations
 
-    def layer(self, layer: int, operations: Sequence[Operation]) -> list[Operation]:
-        return self._put(operations) if layer in self.placement.layers else list(operations)
+    def finish(self) -> None:
+        """Everything is there: from now on two units may be in memory."""
+        self._tier.freeze()
+        self._tier.pool_bytes = self.placement.pool_bytes
 
-    def head(self, operations: Sequence[Operation]) -> list[Operation]:
+    def _put_head(self, operations: Sequence[Operation]) -> list[Operation]:
         """The output matrix is cut into pieces, each with an operation of its own."""
-        if not self.placement.head:
-            return list(operations)
         cut: list[Operation] = []
         for op in operations:
             if not isinstance(op, Linear):
@@ -94,11 +99,6 @@ class WeightStream:
                 cut += self._put([dataclasses.replace(op, dst=dst, matrix=piece)])
                 start += piece.num_rows
         return cut
-
-    def finish(self) -> None:
-        """Everything is there: from now on two units may be in memory."""
-        self._tier.freeze()
-        self._tier.pool_bytes = self.placement.pool_bytes
 
     def _put(self, operations: Sequence[Operation]) -> list[Operation]:
         """One unit of the matrices of all operations."""

@@ -27,7 +27,7 @@ class StageLost(UserError):
 class StageProcesses:
     """One process for each plan, in a row. `first` takes batches, `last` gives results."""
 
-    def __init__(self, model: Path, specs: Sequence[StageSpec], plans: Sequence[StagePlan]) -> None:
+    def __init__(self, specs: Sequence[StageSpec], plans: Sequence[StagePlan]) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._controls: list[Pipe] = []
         ours, upstream = socket.socketpair()

@@ -32,7 +32,7 @@ def main() -> None:
     try:
         runner = _open(spec)
         control.send([b"ready"])
-        _serve(runner, spec, Inbox(inbound), outbound)
+        run_batches(runner, Inbox(inbound), outbound, is_last=spec.is_last)
         runner.close()
     except Broken:
         pass
@@ -67,13 +67,14 @@ def _open(spec: StageSpec) -> StageRunner:
     return open_stage(stored, spec.config, plan, None if flash is None else flash / f"stage-{spec.index}")
 
 
-def _serve(runner: StageRunner, spec: StageSpec, inbox: Inbox, outbound: Pipe) -> None:
+def run_batches(runner: StageRunner, inbox: Inbox, outbound: Pipe, *, is_last: bool) -> None:
+    """Until no more come."""
     busy_s = 0.0
     while (message := inbox.get()) is not None:
         work = Work.decoded(message)
         began = time.perf_counter()
         result = runner.run_stage(work.batch, work.x)
-        drawn = _drawn(result, work.draws) if spec.is_last else None
+        drawn = _drawn(result, work.draws) if is_last else None
         busy_s += time.perf_counter() - began
         said = (*work.busy_s, busy_s)
         if drawn is not None:
