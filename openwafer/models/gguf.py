@@ -251,9 +251,7 @@ def _llama3_divisors(
     return 1 / ((1 - smooth) / factor + smooth)
 
 
-def _tensors(
-    file: GgufFile, config: ModelConfig, wanted: Wanted = everything
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(file: GgufFile, config: ModelConfig, wanted: Wanted = everything) -> Iterator[tuple[str, torch.Tensor]]:
     architecture = ARCHITECTURES[_architecture(file)]
     for info in _weights(file):
         name = _our_name(file, info.name, architecture)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from openwafer.serve.runner import Batch, Draw, Drawn, DrawingRunner, FlyingRunner, Runner
+from openwafer.serve.runner import Batch, Draw, DrawingRunner, Drawn, FlyingRunner, Runner
 from openwafer.serve.sampler import uniform
 from openwafer.serve.scheduler import Work
 

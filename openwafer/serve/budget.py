@@ -31,7 +31,9 @@ def available_bytes() -> int | None:
     return None if found is None else int(found[1]) << 10
 
 
-def share(dram: int, inventory: Inventory, regions: Sequence[Region], caches: Sequence[int], max_rows: int) -> list[int]:
+def share(
+    dram: int, inventory: Inventory, regions: Sequence[Region], caches: Sequence[int], max_rows: int
+) -> list[int]:
     """A budget's part for the weights of each region; what is more than the least goes by their sizes."""
     least = [_least(inventory, region, max_rows) for region in regions]
     needed = sum(least) + sum(caches)

@@ -31,7 +31,10 @@ class EngineConfig:
     )
     flash: Path | None = option(None, help="folder for weights that do not fit into dram (default: in the cache)")
     kv_cache: int | None = option(
-        None, help="memory for keys and values (default: 1 GiB, a quarter of dram; cuda: most of what is free)", minimum=1, size=True
+        None,
+        help="memory for keys and values (default: 1 GiB, at most a quarter of dram; cuda: most of what is free)",
+        minimum=1,
+        size=True,
     )
     max_context: int | None = option(None, help="longest prompt and answer together (default: the model's)", minimum=2)
     max_running: int | None = option(None, help="requests decoded at once (default: 64; cuda: 128)", minimum=1)

@@ -63,7 +63,7 @@ def take_inventory(stored: StoredModel, config: EngineConfig) -> Inventory:
     module = blueprint(shape)
     parts: dict[Part, Size] = {}
     is_packed = False
-    for part in ("embedding", *range(shape.num_hidden_layers), "head"):
+    for part in (*Region.whole(shape).body, "head"):
         matrices = vectors = 0
         for name, weight in module.named_parameters():
             if not is_wanted(name, part, shape):

@@ -56,11 +56,8 @@ class _Loader:
             parts[layer] = self._placed(layer, builder.layer(layer, layer - region.first, self._weights(layer)))
         if self._stream is not None:
             self._stream.finish()
-        order = [part for part in ("embedding", *region.layers) if part in parts]
-        body = [operation for part in order for operation in parts[part]]
-        return Program(
-            config=shape, widths=builder.widths, body=tuple(body), head=tuple(parts.get("head", ()))
-        )
+        body = [operation for part in region.body for operation in parts[part]]
+        return Program(config=shape, widths=builder.widths, body=tuple(body), head=tuple(parts.get("head", ())))
 
     def _stays(self, layer: int) -> bool:
         return self._stream is None or layer not in self._stream.placement.layers

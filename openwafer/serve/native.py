@@ -142,5 +142,3 @@ class NativeRunner:
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self._kept.append(tensor)
         return tensor
-
-

@@ -1,5 +1,6 @@
 """Regions: the runs of layers that a model is cut into, one for each stage of a pipeline."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,11 @@ class Region:
     @property
     def layers(self) -> range:
         return range(self.first, self.stop)
+
+    @property
+    def body(self) -> list[Part]:
+        """What runs on all tokens, in order: all but the head."""
+        return [*(("embedding",) if self.embeds else ()), *self.layers]
 
 
 def part_of(name: str, config: ModelConfig) -> Part:
@@ -76,6 +82,4 @@ def split(costs: Sequence[float], head_cost: float, num_regions: int) -> list[Re
             for stop in range(count, num_layers + 1)
         }
     cuts = (*best[num_layers][1], num_layers)
-    return [
-        Region(first=first, stop=stop, num_layers=num_layers) for first, stop in zip(cuts, cuts[1:], strict=False)
-    ]
+    return [Region(first=first, stop=stop, num_layers=num_layers) for first, stop in itertools.pairwise(cuts)]

@@ -26,9 +26,7 @@ def test_no_other_cut_is_better(sizes: list[int], head: int, num_regions: int) -
     worst = max(cost(region, costs, head) for region in regions)
     for cuts in itertools.combinations(range(1, len(costs)), num_regions - 1):
         edges = [0, *cuts, len(costs)]
-        others = [
-            Region(first=first, stop=stop, num_layers=len(costs)) for first, stop in itertools.pairwise(edges)
-        ]
+        others = [Region(first=first, stop=stop, num_layers=len(costs)) for first, stop in itertools.pairwise(edges)]
         assert worst <= max(cost(region, costs, head) for region in others)
 
 

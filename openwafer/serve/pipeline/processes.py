@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import openwafer
 from openwafer.errors import UserError
 from openwafer.serve.pipeline.pipe import Broken, Pipe
 from openwafer.serve.pipeline.spec import StageSpec
@@ -50,7 +49,7 @@ class StageProcesses:
     def _start(self, spec: StageSpec, plan: StagePlan, upstream: socket.socket, downstream: socket.socket) -> None:
         control, theirs = socket.socketpair()
         ends = (theirs, upstream, downstream)
-        root = str(Path(openwafer.__file__).parents[1])
+        root = str(Path(__file__).parents[3])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(plan.num_threads)}
         numbers = [end.fileno() for end in ends]

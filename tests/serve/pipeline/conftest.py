@@ -1,5 +1,6 @@
 """Pipelines whose stages are threads: real stages and real pipes, without the time that processes take to start."""
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -43,10 +44,8 @@ class ThreadStages:
         return pair
 
     def _run(self, runner: NativeRunner, upstream: socket.socket, downstream: socket.socket, is_last: bool) -> None:
-        try:
+        with contextlib.suppress(Broken):
             run_batches(runner, Inbox(Pipe(upstream)), Pipe(downstream), is_last=is_last)
-        except Broken:
-            pass
         downstream.shutdown(socket.SHUT_RDWR)
 
     def check(self) -> None:

@@ -131,7 +131,8 @@ def test_tokens_drawn_by_the_last_stage_are_those_of_the_engine(
         {"temperature": 1.0, "min_p": 0.1, "seed": 4},
         {"temperature": 0.9, "seed": 5, "frequency_penalty": 0.5, "logit_bias": {3: 2.0}},
     ):
-        assert stages.ask(PROMPT, max_tokens=20, **sampling).tokens == plain.ask(PROMPT, max_tokens=20, **sampling).tokens
+        expected = plain.ask(PROMPT, max_tokens=20, **sampling).tokens
+        assert stages.ask(PROMPT, max_tokens=20, **sampling).tokens == expected
 
 
 def test_prompt_logprobs_of_pieces_in_flight(open_tiny: OpenTiny, open_pipeline: OpenPipeline) -> None:
@@ -199,9 +200,7 @@ def test_cancelling_what_is_in_flight_frees_everything_at_once(open_pipeline: Op
 def test_nothing_is_left_after_a_wild_crowd(open_tiny: OpenTiny, open_pipeline: OpenPipeline) -> None:
     """Cancelled at random in a cache that is far too small: whoever is not has the answer that one process gives."""
     rng = np.random.default_rng(3)
-    stages = open_pipeline(
-        DEEP, 3, num_blocks=17, max_running=9, max_step_tokens=19, speculator=Lookup(in_text=True)
-    )
+    stages = open_pipeline(DEEP, 3, num_blocks=17, max_running=9, max_step_tokens=19, speculator=Lookup(in_text=True))
     under_way = []
     for number in range(100):
         prompt = PROMPT[: rng.integers(1, 37)] * int(rng.integers(1, 4))
