@@ -40,7 +40,8 @@ def share(
     if dram < needed:
         raise UserError(
             f"dram {dram} is too small: {needed} bytes are needed for keys and values ({sum(caches)}) and for the "
-            f"layers being read and computed ({sum(least)}); give at least --dram {needed}, or a smaller --kv_cache"
+            f"weights being read, packed and computed with ({sum(least)}); give at least --dram {needed}, or a smaller "
+            "--kv_cache"
         )
     totals = [inventory.total(region) for region in regions]
     return [low + (dram - needed) * total // sum(totals) for low, total in zip(least, totals, strict=True)]

@@ -34,7 +34,7 @@ __all__ = ["EngineConfig", "LocalEngine", "open_engine"]
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_PATIENCE_S = 10.0  # for the step of other processes to end
+_PATIENCE_S = 3.0  # for a step of other processes to end; the server's own patience is a little longer
 
 
 def open_engine(

@@ -30,6 +30,7 @@ class Size:
 
     matrices: int
     vectors: int
+    products: int = 0  # of a row with the matrices: the work, for with several users it is what costs
 
     @property
     def total(self) -> int:
@@ -64,7 +65,7 @@ def take_inventory(stored: StoredModel, config: EngineConfig) -> Inventory:
     parts: dict[Part, Size] = {}
     is_packed = False
     for part in (*Region.whole(shape).body, "head"):
-        matrices = vectors = 0
+        matrices = vectors = products = 0
         for name, weight in module.named_parameters():
             if not is_wanted(name, part, shape):
                 continue
@@ -72,9 +73,10 @@ def take_inventory(stored: StoredModel, config: EngineConfig) -> Inventory:
                 vectors += 4 * weight.numel()
                 continue
             form, wide = packed_format(kinds.get(name), stored, config)
+            products += weight.numel()
             matrices += packed_bytes(form, weight.shape[0], weight.shape[1], wide)
             is_packed |= isinstance(part, int) and form != "fp32"
-        parts[part] = Size(matrices, vectors)
+        parts[part] = Size(matrices, vectors, products)
     embedding = parts["embedding"]
     return Inventory(
         layers=tuple(parts[layer] for layer in range(shape.num_hidden_layers)),

@@ -51,8 +51,8 @@ def settled(stored: StoredModel, config: EngineConfig) -> EngineConfig:
 def plan_stages(stored: StoredModel, config: EngineConfig) -> list[StagePlan]:
     """One plan for each of `num_csx` stages, by what their products cost; nothing is read yet."""
     inventory = take_inventory(stored, config)
-    costs = [float(size.matrices) for size in inventory.layers]
-    regions = split(costs, float(inventory.head.matrices), config.num_csx)
+    costs = [float(size.products) for size in inventory.layers]
+    regions = split(costs, float(inventory.head.products), config.num_csx)
     number_bytes = 2 if inventory.is_packed else 4
     memory = cache_bytes(config.kv_cache, config.dram)
     num_blocks = num_cache_blocks(stored.config, config, memory, number_bytes)

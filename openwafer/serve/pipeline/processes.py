@@ -27,6 +27,7 @@ class StageProcesses:
     """One process for each plan, in a row. `first` takes batches, `last` gives results."""
 
     def __init__(self, specs: Sequence[StageSpec], plans: Sequence[StagePlan]) -> None:
+        self._is_ended = False  # by us
         self._processes: list[subprocess.Popen[bytes]] = []
         self._controls: list[Pipe] = []
         ours, upstream = socket.socketpair()
@@ -40,6 +41,8 @@ class StageProcesses:
             self._await_ready()
         except BaseException:
             self.kill()
+            self.first.close()
+            upstream.close()
             raise
 
     @property
@@ -92,6 +95,8 @@ class StageProcesses:
 
     def lost(self) -> StageLost:
         """What to say when a stage was found gone: the one that went first, and why if it said so."""
+        if self._is_ended:
+            return StageLost("the stages did not finish their step in time and were ended")
         deadline = time.monotonic() + _DIE_S
         while time.monotonic() < deadline:
             for index, process in enumerate(self._processes):
@@ -130,8 +135,11 @@ class StageProcesses:
             except subprocess.TimeoutExpired:
                 break
         self.kill()
+        self.first.close()
+        self.last.close()
 
     def kill(self) -> None:
+        self._is_ended = True
         for process in self._processes:
             process.kill()
         for process in self._processes:
