@@ -40,14 +40,23 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     results: dict[str, Any] = {"model": args.model} | stages(args) | streaming(args) | {"hop": hop()}
-    print(json.dumps(results) if args.json else shown(results))
+    print(json.dumps(rounded(results), indent=1) if args.json else shown(results))
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return round(value, 3) if isinstance(value, float) else value
 
 
 def opened(model: str, **options: Any) -> "tuple[LocalEngine, list[int]]":
     """An engine, and the processes that compute for it."""
     from openwafer.serve.engine import EngineConfig, LocalEngine, open_engine
 
-    engine, _, _ = open_engine(model, EngineConfig(**{"max_running": 16, "kv_cache": 256 << 20} | options))
+    chosen: dict[str, Any] = {"max_running": 16, "kv_cache": 256 << 20} | options
+    engine, _, _ = open_engine(model, EngineConfig(**chosen))
     assert isinstance(engine, LocalEngine)
     runner: Any = engine._runner
     return engine, runner.stages.process_ids if hasattr(runner, "stages") else [os.getpid()]
@@ -152,7 +161,7 @@ def streaming(args: argparse.Namespace) -> dict[str, Any]:
     total = take_inventory(stored, EngineConfig()).total(Region.whole(stored.config))
     cache = 16 << 20
     with tempfile.TemporaryDirectory(dir=args.flash) as folder:
-        options = {"num_threads": 2, "max_running": 8, "kv_cache": cache, "max_step_tokens": 64}
+        options: dict[str, Any] = {"num_threads": 2, "max_running": 8, "kv_cache": cache, "max_step_tokens": 64}
         engine, _ = opened(args.model, dram=total // 2 + cache, flash=Path(folder), **options)
         stream: Any = engine._runner._stream  # pyright: ignore[reportAttributeAccessIssue]
         best: dict[str, float] = {}

@@ -125,9 +125,8 @@ class StageProcesses:
         return StageLost(f"{name} was ended by {signal_name}{when}{fix}")
 
     def close(self) -> None:
-        """Let the stages go; those that do not are killed."""
-        for control in self._controls:
-            control.close()
+        """Let the stages go, one after the other; those that do not are killed."""
+        self.first.close()
         deadline = time.monotonic() + _LEAVE_S
         for process in self._processes:
             try:
@@ -135,7 +134,6 @@ class StageProcesses:
             except subprocess.TimeoutExpired:
                 break
         self.kill()
-        self.first.close()
         self.last.close()
 
     def kill(self) -> None:
