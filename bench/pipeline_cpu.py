@@ -2,12 +2,12 @@
 
     python bench/pipeline_cpu.py [--model smollm2] [--rounds 3] [--json]
 
-One process with two threads and two stages with one thread each take turns in the same run: 1 and 8 users, greedy,
-all decoding. The machine may be shared, so the best round counts, and processor time per token stands beside it. With
-two cores and 8 users both have the same arithmetic to do; what stages win is memory per process.
+One process with two threads and two stages with one thread each take turns in the same run: one long prompt; 1 and 8
+users, greedy, all decoding. The machine may be shared, so the best round counts, and processor time per token stands
+beside it. With two cores and 8 users both have the same arithmetic to do; what stages win is memory per process.
 
 Streaming: the same model with half of its weights' size as `dram`. Decoding reads the rest once per step; the rate
-is beside that of reading a file of that size in the same folder, with direct I/O and as many threads.
+is beside that of two threads that only read the same files, with direct I/O.
 
 Hop: a message of 8 rows to another process and back, over the pipes of the pipeline and over torch.distributed (gloo).
 """
@@ -35,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="pulled name, folder or GGUF file")
     parser.add_argument("--tokens", type=int, default=48, help="tokens decoded by each user")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of the long prompt")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--flash", type=Path, help="folder for the streamed weights (default: a temporary one)")
     parser.add_argument("--json", action="store_true")
@@ -67,7 +68,10 @@ def stages(args: argparse.Namespace) -> dict[str, Any]:
     two, two_pids = opened(args.model, num_threads=2, num_csx=2)
     kinds = {"1 process x 2 threads": (one, one_pids), "2 stages x 1 thread": (two, two_pids)}
     rows: dict[str, dict[str, Any]] = {}
+    prompts = dict.fromkeys(kinds, 0.0)
     for number in range(args.rounds):
+        for kind, (engine, _) in kinds.items():
+            prompts[kind] = max(prompts[kind], prompt_rate(engine, args.prompt, number))
         for users in (1, 8):
             for kind, (engine, pids) in kinds.items():
                 found = decoded(engine, pids, users, args.tokens, f"{number}-{kind}")
@@ -78,7 +82,25 @@ def stages(args: argparse.Namespace) -> dict[str, Any]:
     memory = {kind: [private_bytes(pid) >> 20 for pid in pids] for kind, (_, pids) in kinds.items()}
     for engine, _ in kinds.values():
         engine.close()
-    return {"decoding": rows, "memory_mib": memory, "weights_mib": weights_mib(args.model)}
+    return {
+        "prompt_tokens_per_s": prompts,
+        "decoding": rows,
+        "memory_mib": memory,
+        "weights_mib": weights_mib(args.model),
+    }
+
+
+def prompt_rate(engine: "LocalEngine", num_tokens: int, number: int) -> float:
+    """Tokens per second of one long prompt, to the first token of its answer; its pieces fill the stages."""
+    from openwafer.serve.core import Request, Sampling
+
+    prompt = tuple(100 + (31 * number + 7 * place) % 9000 for place in range(num_tokens))
+    done = threading.Event()
+    began = time.perf_counter()
+    sampling = Sampling(max_tokens=1, temperature=0.0)
+    engine.submit(Request(id=f"prompt-{number}", prompt=prompt, sampling=sampling), lambda event: done.set())
+    done.wait()
+    return num_tokens / (time.perf_counter() - began)
 
 
 def decoded(engine: "LocalEngine", pids: list[int], users: int, tokens: int, name: str) -> dict[str, Any]:
@@ -272,6 +294,8 @@ def shown(results: dict[str, Any]) -> str:
     for name, row in results["decoding"].items():
         waits = " ".join(f"{100 * share:4.0f} %" for share in row["waits"])
         lines.append(f"  {name:36}{row['tokens_per_s']:12.1f}{row['cpu_ms_per_token']:15.1f}   {waits}")
+    for kind, rate in results["prompt_tokens_per_s"].items():
+        lines.append(f"  {f'{kind}, one long prompt':36}{rate:12.1f}")
     for kind, sizes in results["memory_mib"].items():
         lines.append(f"  {kind:36} private memory of each process, MiB: {', '.join(map(str, sizes))}")
     for count, sizes in results["weights_mib"].items():
