@@ -243,6 +243,10 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name]["shape"])
 
+    def dtype_name(self, name: str) -> str:
+        """Such as `float32`."""
+        return self._tensors[name]["dtype"]
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor, mapped from its file. The file's checksum is checked before its first use."""
         if name not in self._tensors:

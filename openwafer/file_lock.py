@@ -8,6 +8,10 @@ from types import TracebackType
 from openwafer.errors import UserError
 
 
+class InUse(UserError):
+    """Another process holds the lock."""
+
+
 class FileLock:
     """Held from its making until `close`. Processes that this one starts do not inherit it."""
 
@@ -18,7 +22,7 @@ class FileLock:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._file)
-            raise UserError(busy) from None
+            raise InUse(busy) from None
         except BaseException:
             os.close(self._file)
             raise

@@ -32,6 +32,13 @@ from openwafer.memoryx.tier import Key
 
 _SCRATCH = re.compile(r"\d{5,}\.\w+\.[01]\.flash")
 NUM_THREADS = 4
+_FIXES = {
+    errno.ENOSPC: "free some space, or choose another flash folder",
+    errno.EDQUOT: "free some space, or choose another flash folder",
+    errno.ENOENT: "the files in a flash folder belong to the run that uses it",
+    errno.ENODATA: "the files in a flash folder belong to the run that uses it",
+    errno.EIO: "the disk may be failing: choose another flash folder",
+}
 
 
 @dataclass(eq=False)
@@ -62,7 +69,7 @@ class _Array:
 class FlashTier:
     """Arrays in files. The pool never exceeds `pool_bytes`; what is loaded at one time has to fit into it.
 
-    `allocate` makes a page-aligned uint8 buffer (pinned memory, for instance).
+    `allocate` makes a page-aligned uint8 buffer (pinned memory, for instance). `comfort` ends an error of the disk.
     """
 
     reads_in_place = False
@@ -74,10 +81,12 @@ class FlashTier:
         *,
         num_threads: int = NUM_THREADS,
         allocate: Callable[[int], Tensor] = aligned_bytes,
+        comfort: str = "Checkpoints are intact: the same command resumes from the last one",
     ) -> None:
         self.folder = folder
         self.pool_bytes = pool_bytes
         self._allocate = allocate
+        self._comfort = comfort
         self._arrays: dict[Key, _Array] = {}
         self._lru: OrderedDict[Key, None] = OrderedDict()  # arrays with a buffer, the least recently used first
         self._free: dict[int, list[Tensor]] = {}  # size → buffers without an array
@@ -112,7 +121,7 @@ class FlashTier:
             with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, direct=False) as descriptor:
                 os.ftruncate(descriptor, array.buffer_bytes)
         except OSError as error:
-            raise _failure(path, "create", error) from None
+            raise self._failure(path, "create", error) from None
         self._arrays[key] = array
 
     def prefetch(self, key: Key) -> None:
@@ -198,7 +207,7 @@ class FlashTier:
         transfer = Transfer(key, path, bytes_of(self._reader)[:num_bytes], begin, is_read=True, direct=self.direct)
         transfer.run_alone()
         if transfer.error is not None:
-            raise _failure(path, "read", transfer.error)
+            raise self._failure(path, "read", transfer.error)
         return self._reader[first - begin : end - begin].view(array.dtype)
 
     def drop_frozen(self, key: Key) -> None:
@@ -315,9 +324,8 @@ class FlashTier:
         with self._changed:
             array = self._arrays[transfer.key]
             if transfer.error is not None:
-                self._error = self._error or _failure(
-                    transfer.path, "read" if transfer.is_read else "write", transfer.error
-                )
+                action = "read" if transfer.is_read else "write"
+                self._error = self._error or self._failure(transfer.path, action, transfer.error)
             if transfer.is_read:
                 array.reading = False
             else:
@@ -338,6 +346,10 @@ class FlashTier:
         if self._error is not None:
             raise UserError(str(self._error))
 
+    def _failure(self, path: Path, action: str, error: OSError) -> UserError:
+        fix = _FIXES.get(error.errno or 0, "choose another flash folder")
+        return UserError(f"cannot {action} {path}: {error.strerror or error}; {fix}. {self._comfort}")
+
     def _path(self, array: _Array, version: int | None = None) -> Path:
         unit, name = array.key
         return self.folder / f"{unit:05d}.{name}.{array.version if version is None else version}.flash"
@@ -346,21 +358,6 @@ class FlashTier:
 def _unpin(array: _Array) -> None:
     me = threading.get_ident()
     array.pins.remove(me if me in array.pins else array.pins[0])
-
-
-def _failure(path: Path, action: str, error: OSError) -> UserError:
-    fixes = {
-        errno.ENOSPC: "free some space, or choose another flash folder",
-        errno.EDQUOT: "free some space, or choose another flash folder",
-        errno.ENOENT: "the files in a flash folder belong to the run that uses it",
-        errno.ENODATA: "the files in a flash folder belong to the run that uses it",
-        errno.EIO: "the disk may be failing: choose another flash folder",
-    }
-    fix = fixes.get(error.errno or 0, "choose another flash folder")
-    return UserError(
-        f"cannot {action} {path}: {error.strerror or error}; {fix}. "
-        "Checkpoints are intact: the same command resumes from the last one"
-    )
 
 
 def _take(folder: Path) -> FileLock:

@@ -17,6 +17,7 @@ from torch import nn
 from openwafer.config import parse, unknown
 from openwafer.models.config import ModelConfig
 from openwafer.models.gguf_file import GgufFile, TensorInfo, broken
+from openwafer.models.weights import Wanted, everything
 
 _LLAMA_TOP = {
     "token_embd": "model.embed_tokens",
@@ -85,7 +86,7 @@ def load_gguf(path: Path, dtype: torch.dtype | None = None) -> nn.Module:
     from openwafer.models.weights import assign
 
     file = GgufFile(path)
-    config = _config(file)
+    config = config_of(file)
     with torch.device("meta"):
         module = build(config)
     return assign(module, _tensors(file, config), str(path), dtype)
@@ -96,13 +97,18 @@ def config_from_gguf(path: Path) -> ModelConfig:
 
     The tensors lie within the file, so no metadata can make us describe a model of an absurd size.
     """
-    return _config(GgufFile(path))
+    return config_of(GgufFile(path))
 
 
-def iter_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(our name, fp32 tensor) for each weight, dequantised one at a time."""
-    file = GgufFile(path)
-    return _tensors(file, _config(file))
+def kinds_of(file: GgufFile) -> dict[str, str]:
+    """How each weight is stored, such as Q4_1."""
+    architecture = ARCHITECTURES[_architecture(file)]
+    return {_our_name(file, info.name, architecture): info.type_name for info in _weights(file)}
+
+
+def iter_tensors(file: GgufFile, wanted: Wanted = everything) -> Iterator[tuple[str, torch.Tensor]]:
+    """(our name, fp32 tensor) for each wanted weight, dequantised one at a time."""
+    return _tensors(file, config_of(file), wanted)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,20 +120,21 @@ class RawTensor:
     data: np.ndarray  # uint8 [rows, bytes of a row]
 
 
-def iter_raw(path: Path) -> Iterator[tuple[str, RawTensor | torch.Tensor]]:
-    """(our name, weight) for each weight: matrices as they are stored, vectors as fp32 tensors."""
-    file = GgufFile(path)
-    config = _config(file)
+def iter_raw(file: GgufFile, wanted: Wanted = everything) -> Iterator[tuple[str, RawTensor | torch.Tensor]]:
+    """(our name, weight) for each wanted weight: matrices as they are stored, vectors as fp32 tensors."""
+    config = config_of(file)
     architecture = ARCHITECTURES[_architecture(file)]
     for info in _weights(file):
+        name = _our_name(file, info.name, architecture)
+        if not wanted(name):
+            continue
         if len(info.shape) != 2:
-            yield _our_name(file, info.name, architecture), torch.from_numpy(_values(file, info, config))
+            yield name, torch.from_numpy(_values(file, info, config))
             continue
         data = _our_rows(file, info, config, file.raw(info))
-        yield (
-            _our_name(file, info.name, architecture),
-            RawTensor(type_name=info.type_name, shape=info.shape, data=data),
-        )
+        yield name, RawTensor(type_name=info.type_name, shape=info.shape, data=data)
+        del data
+        file.forget(info)
 
 
 def _architecture(file: GgufFile) -> str:
@@ -137,7 +144,8 @@ def _architecture(file: GgufFile) -> str:
     return name
 
 
-def _config(file: GgufFile) -> ModelConfig:
+def config_of(file: GgufFile) -> ModelConfig:
+    """As `config_from_gguf`, of a file that is open."""
     name = _architecture(file)
     if _number(file, "expert_count", 0):
         file.fail("it is a mixture of experts, which is not supported")
@@ -243,10 +251,13 @@ def _llama3_divisors(
     return 1 / ((1 - smooth) / factor + smooth)
 
 
-def _tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(file: GgufFile, config: ModelConfig, wanted: Wanted = everything) -> Iterator[tuple[str, torch.Tensor]]:
     architecture = ARCHITECTURES[_architecture(file)]
     for info in _weights(file):
-        yield _our_name(file, info.name, architecture), torch.from_numpy(_values(file, info, config))
+        name = _our_name(file, info.name, architecture)
+        if wanted(name):
+            yield name, torch.from_numpy(_values(file, info, config))
+            file.forget(info)
 
 
 def _weights(file: GgufFile) -> Iterator[TensorInfo]:

@@ -90,6 +90,12 @@ class GgufFile:
         raw = np.frombuffer(self._data, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
         return raw.reshape(math.prod(info.shape[:-1]), -1)
 
+    def forget(self, info: TensorInfo) -> None:
+        """Give back the memory of a tensor that was read: mapped pages count as ours until somebody wants them."""
+        start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._data.madvise(mmap.MADV_DONTNEED, start, info.offset + info.num_bytes - start)
+
     def _scalar(self, code: str) -> Any:
         size = struct.calcsize(code)
         if self._position + size > len(self._data):

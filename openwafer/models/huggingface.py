@@ -17,7 +17,7 @@ from openwafer.errors import UserError
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
 from openwafer.models.huggingface_config import config_from, read_json
-from openwafer.models.weights import assign
+from openwafer.models.weights import Wanted, assign, everything
 
 # Tensors that old files carry and no model needs: causal masks of GPT-2, rotary frequencies of Llama, and
 # the vision half of Gemma 3.
@@ -49,22 +49,36 @@ def dtype_of_folder(path: Path | str) -> torch.dtype | None:
     return next((_DTYPES[name] for name in named if name in _DTYPES), None)
 
 
-def iter_tensors(path: Path | str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight of the folder as (name in our module, tensor), opened one at a time."""
-    folder = Path(path)
+def iter_tensors(path: Path | str, wanted: Wanted = everything) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every wanted weight of the folder as (name in our module, tensor), opened one at a time."""
+    is_gpt2 = _raw_config(Path(path))[0].get("model_type") == "gpt2"
+    for ours, name, handle in _stored(Path(path), wanted):
+        tensor = handle.get_tensor(name)
+        if is_gpt2 and _TRANSPOSED.search(name) and tensor.dim() == 2:
+            tensor = tensor.t().contiguous()
+        yield ours, tensor
+
+
+def kinds_of_folder(path: Path | str) -> dict[str, str]:
+    """How each weight is stored, such as BF16."""
+    return {ours: handle.get_slice(name).get_dtype() for ours, name, handle in _stored(Path(path), everything)}
+
+
+def _stored(folder: Path, wanted: Wanted) -> Iterator[tuple[str, str, Any]]:
+    """(name in our module, name in the file, the open file) of each wanted weight."""
     model_type = _raw_config(folder)[0].get("model_type")
     for file, names in _files(folder).items():
+        if names is not None and not any(wanted(_our_name(name, model_type)) for name in names):
+            continue
         with _opened(file) as handle:
             stored = list(handle.keys())
             for name in stored if names is None else names:
-                if _IGNORED.search(name):
+                ours = _our_name(name, model_type)
+                if _IGNORED.search(name) or not wanted(ours):
                     continue
                 if name not in stored:
                     raise UserError(f"{file} has no tensor {name!r}, which the index says it has")
-                tensor = handle.get_tensor(name)
-                if model_type == "gpt2" and _TRANSPOSED.search(name) and tensor.dim() == 2:
-                    tensor = tensor.t().contiguous()
-                yield _our_name(name, model_type), tensor
+                yield ours, name, handle
 
 
 def _raw_config(folder: Path) -> tuple[dict[str, Any], Path]:

@@ -1,9 +1,9 @@
 """A model and its tokenizer from whatever holds one: a file, a folder, or the name of a pulled model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -15,12 +15,20 @@ from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
 from openwafer.models.pull import MODELS, is_hub_name, pulled_path
 from openwafer.models.tokenizer import Tokenizer
-from openwafer.models.weights import assign
+from openwafer.models.weights import Wanted, assign, everything
 
 if TYPE_CHECKING:
     from openwafer.models.gguf import RawTensor
 
 Loaded = tuple[nn.Module, Tokenizer | None]
+T = TypeVar("T", covariant=True)
+_KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
+
+
+class Reader(Protocol[T]):
+    """Reads the weights that are `wanted` (by their names in our module), one at a time."""
+
+    def __call__(self, wanted: Wanted = everything) -> Iterator[tuple[str, T]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +37,11 @@ class StoredModel:
 
     path: Path
     config: ModelConfig
-    tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]  # (name in our module, tensor), one at a time
+    tensors: Reader[torch.Tensor]  # (name in our module, tensor)
     tokenizer: Callable[[], Tokenizer | None]
+    kinds: Callable[[], Mapping[str, str]]  # how each weight is stored (F32, BF16, Q4_1, ...); reads none
     # The same with matrices as they are stored, where the file may hold packed ones.
-    raw: "Callable[[], Iterator[tuple[str, RawTensor | torch.Tensor]]] | None" = None
+    raw: "Reader[RawTensor | torch.Tensor] | None" = None
     dtype: torch.dtype | None = None  # of the loaded weights unless asked otherwise; None: as they are stored
 
 
@@ -78,16 +87,18 @@ def _found(path_or_name: str | Path) -> Path:
 
 
 def _open_gguf(path: Path) -> StoredModel:
-    from openwafer.models.gguf import config_from_gguf, iter_raw, iter_tensors
+    from openwafer.models.gguf import config_of, iter_raw, iter_tensors, kinds_of
     from openwafer.models.gguf_file import GgufFile
     from openwafer.models.gguf_tokenizer import tokenizer_from_gguf
 
-    has_tokenizer = "tokenizer.ggml.model" in GgufFile(path).metadata
+    file = GgufFile(path)
+    has_tokenizer = "tokenizer.ggml.model" in file.metadata
     return StoredModel(
         path=path,
-        config=config_from_gguf(path),
-        tensors=lambda: iter_tensors(path),
-        raw=lambda: iter_raw(path),
+        config=config_of(file),
+        tensors=lambda wanted=everything: iter_tensors(file, wanted),
+        raw=lambda wanted=everything: iter_raw(file, wanted),
+        kinds=lambda: kinds_of(file),
         tokenizer=lambda: tokenizer_from_gguf(path) if has_tokenizer else None,
     )
 
@@ -98,13 +109,14 @@ def _open_gguf_folder(path: Path) -> StoredModel:
 
 
 def _open_huggingface(path: Path) -> StoredModel:
-    from openwafer.models.huggingface import config_from_folder, dtype_of_folder, iter_tensors
+    from openwafer.models.huggingface import config_from_folder, dtype_of_folder, iter_tensors, kinds_of_folder
 
     has_tokenizer = (path / "tokenizer.json").is_file()
     return StoredModel(
         path=path,
         config=config_from_folder(path),
-        tensors=lambda: iter_tensors(path),
+        tensors=lambda wanted=everything: iter_tensors(path, wanted),
+        kinds=lambda: kinds_of_folder(path),
         tokenizer=lambda: Tokenizer.from_folder(path) if has_tokenizer else None,
         dtype=dtype_of_folder(path),
     )
@@ -124,10 +136,12 @@ def _open_checkpoint(path: Path) -> StoredModel:
             return None
         return Tokenizer.from_json(stored.tokenizer, stored.meta.get("tokenizer"))
 
+    names = {name.removeprefix(prefix): name for name in stored.names(prefix)}
     return StoredModel(
         path=path,
         config=parse(ModelConfig, mapping, "model"),
-        tensors=lambda: ((name.removeprefix(prefix), stored.read(name)) for name in stored.names(prefix)),
+        tensors=lambda wanted=everything: ((n, stored.read(name)) for n, name in names.items() if wanted(n)),
+        kinds=lambda: {ours: _KINDS.get(stored.dtype_name(name), "F32") for ours, name in names.items()},
         tokenizer=tokenizer,
     )
 

@@ -1,12 +1,19 @@
 """Weights: named tensors from any file, put into a module that was built on the meta device."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from openwafer.errors import UserError
+
+Wanted = Callable[[str], bool]  # by the name in our module
+
+
+def everything(name: str) -> bool:
+    """Every weight is wanted."""
+    return True
 
 
 @dataclass(frozen=True)
@@ -38,11 +45,13 @@ def assign(
     return module
 
 
-def match(module: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> Iterator[Matched]:
+def match(
+    module: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], source: str, wanted: Wanted = everything
+) -> Iterator[Matched]:
     """Each parameter of `module` with its tensor, checked, in the order the tensors come.
 
     Names that share one parameter (a tied head) need one tensor; if both are given they must be equal. At the
-    end none may be missing.
+    end none that is wanted may be missing.
     """
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -63,7 +72,7 @@ def match(module: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], source
         if len(names_of[target]) > 1:
             shared[target] = name, tensor
         yield Matched(tuple(names_of[target]), tensor)
-    missing = [names[0] for parameter, names in names_of.items() if parameter not in done]
+    missing = [n[0] for parameter, n in names_of.items() if parameter not in done and any(map(wanted, n))]
     if missing:
         raise UserError(
             f"{source}: {len(missing)} of {len(names_of)} tensors are missing: {', '.join(missing[:5])}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from openwafer.serve.runner import Batch, Draw, DrawingRunner, Runner
+from openwafer.serve.runner import Batch, Draw, DrawingRunner, Drawn, FlyingRunner, Runner
 from openwafer.serve.sampler import uniform
 from openwafer.serve.scheduler import Work
 
@@ -24,27 +24,46 @@ class Rows:
         return len(found)
 
 
-def run_works(runner: Runner, works: Items[Work]) -> list[Rows]:
-    """Compute a step; tokens are drawn by the runner where it can and the request asks for nothing special."""
-    counts = [num_logit_rows(work) for work in works]
-    batch = make_batch(works, counts)
-    starts = np.cumsum([0, *counts]).tolist()
-    if not isinstance(runner, DrawingRunner):
-        logits = runner.run(batch)
-        return [Rows(logits=logits[start : start + count]) for start, count in zip(starts, counts, strict=False)]
-    draws = [draw for work, count in zip(works, counts, strict=True) for draw in _draws(work, count)]
-    drawn = runner.run_and_draw(batch, draws)
-    tokens, tops = drawn.tokens.tolist(), drawn.tops.tolist()
-    results: list[Rows] = []
-    num_logits = 0
-    for start, count in zip(starts, counts, strict=False):
-        if count and draws[start] is None:
-            results.append(Rows(logits=drawn.logits[num_logits : num_logits + count]))
-            num_logits += count
+class Flight:
+    """Works under way. A plain runner computes them when they are launched, one of several stages meanwhile."""
+
+    def __init__(self, runner: Runner, works: Items[Work]) -> None:
+        """Tokens are drawn by the runner where it can and the request asks for nothing special."""
+        self.works = works
+        self._counts = [num_logit_rows(work) for work in works]
+        self._flying: FlyingRunner | None = None
+        self._draws: list[Draw | None] = []
+        self._logits: np.ndarray | None = None
+        self._drawn: Drawn | None = None
+        batch = make_batch(works, self._counts)
+        if not isinstance(runner, (DrawingRunner, FlyingRunner)):
+            self._logits = runner.run(batch)
+            return
+        self._draws = [draw for work, count in zip(works, self._counts, strict=True) for draw in _draws(work, count)]
+        if isinstance(runner, FlyingRunner):
+            self._flying = runner
+            runner.launch(batch, self._draws)
         else:
-            stop = start + count
-            results.append(Rows(tokens=tokens[start:stop], tops=tops[start:stop]))
-    return results
+            self._drawn = runner.run_and_draw(batch, self._draws)
+
+    def land(self) -> list[Rows]:
+        """What was found for each work. Flights of one runner land in the order in which they were launched."""
+        starts = np.cumsum([0, *self._counts]).tolist()
+        if (logits := self._logits) is not None:
+            return [Rows(logits=logits[at : at + count]) for at, count in zip(starts, self._counts, strict=False)]
+        drawn = self._flying.land() if self._flying is not None else self._drawn
+        assert drawn is not None
+        tokens, tops = drawn.tokens.tolist(), drawn.tops.tolist()
+        results: list[Rows] = []
+        num_logits = 0
+        for start, count in zip(starts, self._counts, strict=False):
+            if count and self._draws[start] is None:
+                results.append(Rows(logits=drawn.logits[num_logits : num_logits + count]))
+                num_logits += count
+            else:
+                stop = start + count
+                results.append(Rows(tokens=tokens[start:stop], tops=tops[start:stop]))
+        return results
 
 
 def make_batch(works: Items[Work], num_logits: Items[int]) -> Batch:

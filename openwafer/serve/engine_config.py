@@ -1,9 +1,10 @@
 """What a user may choose about the engine; imports no torch."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from openwafer.config import option
+from openwafer.config import conform, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +18,23 @@ class EngineConfig:
     quantization: Literal["int8", "int4"] | None = option(
         None, help="pack weights to 8 or 4 bits in groups of 32 while loading (default: as stored)"
     )
-    num_threads: int | None = option(None, help="CPU threads of the model (default: the cores there are)", minimum=1)
+    num_threads: int | None = option(
+        None, help="CPU threads of the model, all stages together (default: the cores there are)", minimum=1
+    )
+    num_csx: int = option(1, help="processes that the layers are divided over, each with its own weights", minimum=1)
+    dram: int | None = option(
+        None,
+        help="memory for weights, keys and values, such as 4GiB; weights that do not fit are streamed from flash "
+        "(default: all in memory, as long as they fit)",
+        minimum=1,
+        size=True,
+    )
+    flash: Path | None = option(None, help="folder for weights that do not fit into dram (default: in the cache)")
     kv_cache: int | None = option(
-        None, help="memory for keys and values (default: 1 GiB; cuda: most of what is free)", minimum=1, size=True
+        None,
+        help="memory for keys and values (default: 1 GiB, at most a quarter of dram; cuda: most of what is free)",
+        minimum=1,
+        size=True,
     )
     max_context: int | None = option(None, help="longest prompt and answer together (default: the model's)", minimum=2)
     max_running: int | None = option(None, help="requests decoded at once (default: 64; cuda: 128)", minimum=1)
@@ -34,6 +49,9 @@ class EngineConfig:
     )
     draft_model: str | None = option(None, help="speculation draft: the small model, of the same vocabulary")
     num_draft_tokens: int = option(4, help="tokens guessed ahead at most", minimum=1, maximum=64)
+
+    def __post_init__(self) -> None:
+        conform(self)
 
     @property
     def num_running(self) -> int:

@@ -10,13 +10,20 @@ import numpy as np
 import torch
 
 from openwafer.models.gguf import RawTensor
-from openwafer.serve.matrix import Matrix
+from openwafer.serve.matrix import Format, Matrix
 
 _FLOATS: dict[str, tuple[torch.dtype, Literal["fp32", "bf16", "fp16"]]] = {
     "F32": (torch.float32, "fp32"),
     "F16": (torch.float16, "fp16"),
     "BF16": (torch.bfloat16, "bf16"),
 }
+
+
+def format_of_raw(type_name: str) -> tuple[Format, bool]:
+    """What `matrix_from_raw` makes of this type: the format, and whether its scales are wide."""
+    if type_name in _FLOATS:
+        return _FLOATS[type_name][1], False
+    return ("q4" if type_name in ("Q4_0", "Q4_1", "Q4_K") else "q8"), type_name == "Q4_K"
 
 
 def matrix_from_raw(raw: RawTensor) -> Matrix:

@@ -1,56 +1,109 @@
-"""From a stored model to a program, packed tensor by tensor."""
+"""From a stored model to a program, part by part: a layer is read, packed, and kept in memory or sent to flash."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from openwafer.models.build import build
 from openwafer.models.gguf import RawTensor
 from openwafer.models.load import StoredModel
 from openwafer.models.weights import match
 from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.gguf_blocks import matrix_from_raw
+from openwafer.serve.inventory import blueprint, is_vector, packed_format, reads_raw
 from openwafer.serve.matrix import Matrix
-from openwafer.serve.program import Program, Weights, build_program
-
-_INITIALISERS = {"normal_", "zeros_", "ones_", "constant_", "zero_", "fill_"}
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def load_program(stored: StoredModel, config: EngineConfig) -> Program:
-    """The model ready to run; each tensor is packed as it is read, so memory holds the packed model and one tensor."""
-    with torch.device("meta"), _NoInitialisation():
-        module = build(stored.config)  # for names and shapes only
-    weights: Weights = {}
-    if stored.raw is not None and config.dtype == "auto" and config.quantization is None:
-        given: dict[str, RawTensor | torch.Tensor] = {}
-        for matched in match(module, _described(stored.raw(), given), str(stored.path)):
-            ((_, raw),) = given.items()
-            given.clear()
-            weights[matched.names[0]] = _as_stored(matched.names[0], raw)
-    else:
-        for matched in match(module, stored.tensors(), str(stored.path)):
-            weights[matched.names[0]] = _packed(matched.names[0], matched.tensor, stored, config)
-    return build_program(stored.config, weights)
+from openwafer.serve.program import Embed, Operation, Program, ProgramBuilder, Weights
+from openwafer.serve.region import Part, Region, is_wanted
+from openwafer.serve.stream import WeightStream
 
 
-class _NoInitialisation(TorchFunctionMode):
-    """Leaves new parameters as they are: on the meta device alone, initialising loads 3 s worth of modules."""
+def load_program(
+    stored: StoredModel,
+    config: EngineConfig,
+    region: Region | None = None,
+    stream: WeightStream | None = None,
+) -> Program:
+    """A region of the model (default: all of it) ready to run, with what `stream` takes on flash.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _INITIALISERS and args:
-            return args[0]
-        return func(*args, **kwargs or {})
+    Each tensor is packed as it is read, so memory holds the packed region and one layer's tensors.
+    """
+    return _Loader(stored, config, region or Region.whole(stored.config), stream).program()
+
+
+class _Loader:
+    def __init__(self, stored: StoredModel, config: EngineConfig, region: Region, stream: WeightStream | None) -> None:
+        self._stored = stored
+        self._config = config
+        self._region = region
+        self._stream = stream
+        self._module = blueprint(stored.config)  # for names and shapes only
+
+    def program(self) -> Program:
+        shape, region = self._stored.config, self._region
+        builder = ProgramBuilder(shape)
+        parts: dict[Part, list[Operation]] = {}
+        first: Weights = {}
+        if region.embeds:
+            first = self._weights("embedding")
+            parts["embedding"] = self._placed("embedding", builder.embedding(first))
+            if any(isinstance(op, Embed) and op.table.is_elsewhere for op in parts["embedding"]):
+                first = {}  # from now on it is on flash only
+        if region.has_head:
+            # A tied table is read once where both ends are here and it stays in memory.
+            given = first if shape.tied else {}
+            parts["head"] = self._placed("head", builder.head(given | self._weights("head", without=given)))
+        # What stays comes last: while the others are packed there is room for that.
+        for layer in sorted(region.layers, key=self._stays):
+            parts[layer] = self._placed(layer, builder.layer(layer, layer - region.first, self._weights(layer)))
+        if self._stream is not None:
+            self._stream.finish()
+        body = [operation for part in region.body for operation in parts[part]]
+        return Program(config=shape, widths=builder.widths, body=tuple(body), head=tuple(parts.get("head", ())))
+
+    def _stays(self, layer: int) -> bool:
+        return self._stream is None or layer not in self._stream.placement.layers
+
+    def _placed(self, part: Part, operations: list[Operation]) -> list[Operation]:
+        return operations if self._stream is None else self._stream.taken(part, operations)
+
+    def _weights(self, part: Part, without: Weights | None = None) -> Weights:
+        """The packed weights of a part; those in `without` are at hand already."""
+        stored, config, given = self._stored, self._config, without or {}
+
+        def wanted(name: str) -> bool:
+            is_given = name in given or (name == "lm_head.weight" and bool(given))  # given ones are tied
+            return is_wanted(name, part, stored.config) and not is_given
+
+        weights: Weights = {}
+        if reads_raw(stored, config):
+            assert stored.raw is not None
+            last: dict[str, RawTensor | torch.Tensor] = {}
+            for matched in match(self._module, _described(stored.raw(wanted), last), str(stored.path), wanted):
+                ((_, raw),) = last.items()
+                last.clear()
+                weights[matched.names[0]] = _as_stored(matched.names[0], raw)
+        else:
+            for matched in match(self._module, stored.tensors(wanted), str(stored.path), wanted):
+                weights[matched.names[0]] = self._packed(matched.names[0], matched.tensor)
+        return weights
+
+    def _packed(self, name: str, tensor: torch.Tensor) -> Matrix | torch.Tensor:
+        if is_vector(name, tensor):
+            # A copy: a view would keep the whole mapped file in memory, as far as it was read.
+            return tensor.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        if self._config.quantization is not None:
+            return Matrix.quantized(tensor, 8 if self._config.quantization == "int8" else 4)
+        kind = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(tensor.dtype)
+        form, _ = packed_format(kind, self._stored, self._config)
+        assert form in ("fp32", "bf16", "fp16")
+        return Matrix.from_floats(tensor, form)
 
 
 def _described(
-    tensors: Iterator[tuple[str, RawTensor | torch.Tensor]], given: dict[str, RawTensor | torch.Tensor]
+    tensors: Iterator[tuple[str, RawTensor | torch.Tensor]], last: dict[str, RawTensor | torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `match` checks: names and shapes. The tensor that was described last is in `given`."""
+    """What `match` checks: names and shapes. The tensor that was described last is in `last`."""
     for name, tensor in tensors:
-        given[name] = tensor
+        last[name] = tensor
         yield name, torch.empty(tensor.shape, device="meta")
 
 
@@ -58,20 +111,4 @@ def _as_stored(name: str, tensor: RawTensor | torch.Tensor) -> Matrix | torch.Te
     if isinstance(tensor, torch.Tensor):
         return tensor
     matrix = matrix_from_raw(tensor)
-    return matrix.dense() if _is_vector(name) else matrix
-
-
-def _packed(name: str, tensor: torch.Tensor, stored: StoredModel, config: EngineConfig) -> Matrix | torch.Tensor:
-    if tensor.dim() != 2 or _is_vector(name):
-        return tensor.detach().float().contiguous()
-    if config.quantization is not None:
-        return Matrix.quantized(tensor, 8 if config.quantization == "int8" else 4)
-    dtype = _DTYPES.get(config.dtype) or stored.dtype or tensor.dtype
-    if dtype == torch.bfloat16:
-        return Matrix.from_floats(tensor, "bf16")
-    return Matrix.from_floats(tensor, "fp16" if dtype == torch.float16 else "fp32")
-
-
-def _is_vector(name: str) -> bool:
-    """Learned positions are looked up and added as they are."""
-    return name == "transformer.wpe.weight"
+    return matrix.dense() if name == "transformer.wpe.weight" else matrix

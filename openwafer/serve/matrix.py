@@ -110,6 +110,26 @@ class Matrix:
         data = torch.cat([m.data for m in matrices])
         return Matrix(first.format, sum(m.num_rows for m in matrices), first.num_columns, data, first.wide)
 
+    def pieces(self, most_bytes: int) -> "list[Matrix]":
+        """The same outputs in several matrices of at most so many bytes (of 16 outputs at the least), not copied."""
+        groups = self.data.shape[0]
+        step = max(1, most_bytes // (self.data.nbytes // groups))
+        return [
+            Matrix(
+                self.format,
+                min(self.num_rows - first * GROUP, step * GROUP),
+                self.num_columns,
+                self.data[first : first + step],
+                self.wide,
+            )
+            for first in range(0, groups, step)
+        ]
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether only its shape is here: the data is streamed."""
+        return self.data.is_meta
+
     @property
     def is_packed(self) -> bool:
         return self.format in ("q8", "q4")
@@ -139,6 +159,15 @@ class Matrix:
         if offsets is not None:
             values = values + offsets[..., None]
         return values.flatten(1)[:, : self.num_columns].to(dtype)
+
+
+def packed_bytes(format: Format, num_rows: int, num_columns: int, wide: bool = False) -> int:
+    """Bytes of a packed matrix."""
+    groups, blocks = -(-num_rows // GROUP), -(-num_columns // BLOCK)
+    if format in _DTYPES:
+        return groups * num_columns * GROUP * _DTYPES[format].itemsize
+    scales = GROUP * (4 if wide else 2)
+    return groups * blocks * (2 * scales + GROUP * BLOCK // 2 if format == "q4" else scales + GROUP * BLOCK)
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,9 @@
 """From a model at rest to something that runs it: which runner, how much cache, which speculation."""
 
+import contextlib
+import dataclasses
 import logging
+from pathlib import Path
 
 import torch
 
@@ -10,14 +13,16 @@ from openwafer.models.config import ModelConfig
 from openwafer.models.load import StoredModel, open_model
 from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.loading import load_program
-from openwafer.serve.native import PAGE, NativeRunner
+from openwafer.serve.lowering import PAGE
+from openwafer.serve.native import NativeRunner, load_library
 from openwafer.serve.program import Linear, Program
 from openwafer.serve.reference import ReferenceRunner
 from openwafer.serve.runner import Runner
 from openwafer.serve.speculation import DraftModel, Lookup, Speculator
+from openwafer.serve.stage_plan import StagePlan, num_cache_blocks, plan_stages, settled
+from openwafer.serve.stream import WeightStream
 
 _log = logging.getLogger(__name__)
-_CPU_CACHE = 1 << 30
 
 
 def open_runner(stored: StoredModel, config: EngineConfig) -> Runner:
@@ -29,25 +34,48 @@ def open_runner(stored: StoredModel, config: EngineConfig) -> Runner:
         )
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda: PyTorch sees no GPU here; use --device cpu, or a PyTorch built for CUDA")
-    program = load_program(stored, config)
-    return _open_gpu(program, config) if config.device == "cuda" else _open_cpu(program, config)
+    if config.device == "cuda":
+        for name in ("num_csx", "dram", "flash"):
+            if getattr(config, name) != getattr(EngineConfig, name):
+                raise UserError(f"{name} is for --device cpu only: a model on a GPU is held by that one GPU, whole")
+        return _open_gpu(load_program(stored, config), config)
+    config = settled(stored, config)
+    plans = plan_stages(stored, config)
+    if len(plans) == 1:
+        return open_stage(stored, config, plans[0])
+    from openwafer.serve.pipeline.runner import open_pipeline
+
+    with contextlib.suppress(NoCompiler):
+        load_library()  # built once, before every stage wants it
+    return open_pipeline(stored.path, config, plans)
 
 
-def _open_cpu(program: Program, config: EngineConfig) -> Runner:
-    half_cache = program.is_packed
-    memory = _CPU_CACHE if config.kv_cache is None else config.kv_cache
-    num_blocks = _num_blocks(program.config, config, memory, 2 if half_cache else 4)
+def open_stage(
+    stored: StoredModel, config: EngineConfig, plan: StagePlan, folder: Path | None = None
+) -> NativeRunner | ReferenceRunner:
+    """One region on the CPU. `folder` is where its streamed weights go (default: that of `config`)."""
+    try:
+        load_library()
+    except NoCompiler as error:
+        if plan.placement is not None:
+            raise UserError(f"{error}, and without one weights cannot be streamed: raise --dram") from None
+        _log.warning("%s: the model runs in PyTorch, row by row and much slower", error)
+        program = load_program(stored, config, plan.region)
+        return ReferenceRunner(program, num_blocks=plan.num_blocks, block_size=PAGE)
+    stream = None if plan.placement is None else WeightStream(plan.placement, folder or config.flash)
     try:
         return NativeRunner(
-            program,
-            num_blocks=num_blocks,
+            load_program(stored, config, plan.region, stream),
+            num_blocks=plan.num_blocks,
             max_rows=config.num_step_tokens,
-            half_cache=half_cache,
-            num_threads=config.num_threads,
+            half_cache=plan.half_cache,
+            num_threads=plan.num_threads,
+            stream=stream,
         )
-    except NoCompiler as error:
-        _log.warning("%s: the model runs in PyTorch, row by row and much slower", error)
-        return ReferenceRunner(program, num_blocks=num_blocks, block_size=PAGE)
+    except BaseException:
+        if stream is not None:
+            stream.close()
+        raise
 
 
 def _open_gpu(program: Program, config: EngineConfig) -> Runner:
@@ -68,24 +96,13 @@ def _open_gpu(program: Program, config: EngineConfig) -> Runner:
             )
     return GpuRunner(
         program,
-        num_blocks=_num_blocks(program.config, config, memory, dtype.itemsize),
+        num_blocks=num_cache_blocks(program.config, config, memory, dtype.itemsize),
         max_rows=config.num_step_tokens,
         max_sequences=config.num_running,
         device=torch.device("cuda"),
         dtype=dtype,
         kernels=best_kernels(program),
     )
-
-
-def _num_blocks(shape: ModelConfig, config: EngineConfig, memory: int, number_bytes: int) -> int:
-    """Blocks of the cache that fit into `memory` bytes."""
-    token_bytes = shape.num_hidden_layers * 2 * shape.kv_heads * shape.head_size * number_bytes
-    # More blocks than all requests together can fill would only cost memory.
-    most = config.num_running * -(-shape.max_position_embeddings // PAGE)
-    num_blocks = min(memory // (token_bytes * PAGE), most)
-    if num_blocks < 1:
-        raise UserError(f"kv_cache {memory} is too small: {PAGE} tokens of this model need {token_bytes * PAGE} bytes")
-    return num_blocks
 
 
 def open_speculator(model: ModelConfig, config: EngineConfig) -> Speculator:
@@ -99,6 +116,7 @@ def open_speculator(model: ModelConfig, config: EngineConfig) -> Speculator:
             f"draft_model {config.draft_model} has {stored.config.vocab_size} token ids, the model {model.vocab_size}: "
             "they must share a vocabulary"
         )
-    runner = open_runner(stored, config)
+    # It is small: all of it stays with the engine.
+    runner = open_runner(stored, dataclasses.replace(config, num_csx=1, dram=None, flash=None))
     context = min(stored.config.max_position_embeddings, runner.num_blocks * runner.block_size)
     return DraftModel(runner, max_rows=config.num_step_tokens, max_context=context)

@@ -5,7 +5,8 @@ this file, the C kernels) knows the operations only. Every operation works on ea
 `Attend`, which reads the keys and values of the row's own sequence.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,12 +112,21 @@ Operation = Embed | AddPosition | Norm | Linear | Rotate | Attend | Activate | A
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """`body` runs on all rows, `head` on the rows whose logits are wanted."""
+    """`body` runs on all rows, `head` on the rows whose logits are wanted.
+
+    Of a model that is cut into regions, only the first one's program begins with an embedding, and only the last one's
+    has a head; between them goes the buffer `x`.
+    """
 
     config: ModelConfig
     widths: Mapping[str, int]  # of the fp32 buffers
     body: tuple[Operation, ...]
     head: tuple[Operation, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have a place in the key/value cache."""
+        return sum(isinstance(op, Attend) for op in self.body)
 
     @property
     def is_packed(self) -> bool:
@@ -128,22 +138,29 @@ Weights = dict[str, Matrix | torch.Tensor]  # matrices of linear layers and embe
 
 
 def build_program(config: ModelConfig, weights: Weights) -> Program:
-    """`weights` by their names in our modules (a tied head has none of its own); joined matrices are taken out.
+    """A whole model whose weights are all at hand."""
+    builder = ProgramBuilder(config)
+    body = builder.embedding(weights)
+    for layer in range(config.num_hidden_layers):
+        body += builder.layer(layer, layer, weights)
+    return Program(config=config, widths=builder.widths, body=tuple(body), head=tuple(builder.head(weights)))
 
-    Whoever keeps no other reference then never holds a matrix twice.
+
+class ProgramBuilder:
+    """Makes the operations of a model part by part; nothing of a part is kept afterwards.
+
+    Weights go by their names in our modules (a tied head has none of its own). Joined matrices are taken out of the
+    given ones: whoever keeps no other reference then never holds a matrix twice.
     """
-    return _Builder(config, weights).program()
 
-
-class _Builder:
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         self._config = config
-        self._weights = weights
+        self._weights: Weights = {}
         self._is_gpt = config.family == "gpt"
         self._q_width = config.num_heads * config.head_size
         self._kv_width = config.kv_heads * config.head_size
         inner, gates = config.feed_forward_size, 1 if self._is_gpt else 2
-        self._widths = {
+        self.widths = {
             "x": config.hidden_size,  # the residual stream
             "h": config.hidden_size,  # normed
             "qkv": self._q_width + 2 * self._kv_width,
@@ -157,32 +174,51 @@ class _Builder:
             local = config.rope_local_theta
             self._freqs = {False: plain, True: plain if local is None else frequencies(config.head_size, local, None)}
 
-    def program(self) -> Program:
-        config, x = self._config, self._span("x")
-        body: list[Operation] = []
-        embedding = "transformer.wte.weight" if self._is_gpt else "model.embed_tokens.weight"
-        scale = config.hidden_size**0.5 if config.gemma_norms else 1.0
-        body.append(Embed(dst=x, table=self._matrix(embedding), scale=scale))
-        if self._is_gpt:
-            body.append(AddPosition(dst=x, table=self._vector("transformer.wpe.weight")))
-        for layer in range(config.num_hidden_layers):
-            body += self._gpt_layer(layer) if self._is_gpt else self._llama_layer(layer)
-        norm = "transformer.ln_f" if self._is_gpt else "model.norm"
-        head_name = embedding if config.tied else "lm_head.weight"
-        head = (
-            self._norm(self._span("h"), x, norm),
-            Linear(
-                dst=self._span("logits"), src=self._span("h"), matrix=self._matrix(head_name), bias=None, adds=False
-            ),
-        )
-        return Program(config=config, widths=self._widths, body=tuple(body), head=head)
+    def embedding(self, weights: Weights) -> list[Operation]:
+        with self._using(weights):
+            return self._embedding()
 
-    def _gpt_layer(self, layer: int) -> list[Operation]:
+    def layer(self, layer: int, place: int, weights: Weights) -> list[Operation]:
+        """Layer `layer` of the model; its keys and values are in place `place` of the cache."""
+        with self._using(weights):
+            return self._gpt_layer(layer, place) if self._is_gpt else self._llama_layer(layer, place)
+
+    def head(self, weights: Weights) -> list[Operation]:
+        with self._using(weights):
+            return self._head()
+
+    @contextlib.contextmanager
+    def _using(self, weights: Weights) -> Iterator[None]:
+        self._weights = weights
+        yield
+        self._weights = {}
+
+    def _embedding(self) -> list[Operation]:
+        x = self._span("x")
+        scale = self._config.hidden_size**0.5 if self._config.gemma_norms else 1.0
+        operations: list[Operation] = [Embed(dst=x, table=self._matrix(self._table_name), scale=scale)]
+        if self._is_gpt:
+            operations.append(AddPosition(dst=x, table=self._vector("transformer.wpe.weight")))
+        return operations
+
+    def _head(self) -> list[Operation]:
+        h, name = self._span("h"), "transformer.ln_f" if self._is_gpt else "model.norm"
+        matrix = self._matrix(self._table_name if self._config.tied else "lm_head.weight")
+        return [
+            self._norm(h, self._span("x"), name),
+            Linear(dst=self._span("logits"), src=h, matrix=matrix, bias=None, adds=False),
+        ]
+
+    @property
+    def _table_name(self) -> str:
+        return "transformer.wte.weight" if self._is_gpt else "model.embed_tokens.weight"
+
+    def _gpt_layer(self, layer: int, place: int) -> list[Operation]:
         name, x, h = f"transformer.h.{layer}", self._span("x"), self._span("h")
         return [
             self._norm(h, x, f"{name}.ln_1"),
             self._linear(self._span("qkv"), h, f"{name}.attn.c_attn"),
-            self._attend(layer),
+            self._attend(layer, place),
             self._linear(x, self._span("attended"), f"{name}.attn.c_proj", adds=True),
             self._norm(h, x, f"{name}.ln_2"),
             self._linear(self._span("inner"), h, f"{name}.mlp.c_fc"),
@@ -190,7 +226,7 @@ class _Builder:
             self._linear(x, self._span("inner"), f"{name}.mlp.c_proj", adds=True),
         ]
 
-    def _llama_layer(self, layer: int) -> list[Operation]:
+    def _llama_layer(self, layer: int, place: int) -> list[Operation]:
         config, name = self._config, f"model.layers.{layer}"
         x, h, inner = self._span("x"), self._span("h"), config.feed_forward_size
         gate, up = Span("inner", 0, inner), Span("inner", inner, inner)
@@ -204,7 +240,7 @@ class _Builder:
         freqs = self._freqs[config.is_sliding(layer)]
         # q and k lie side by side, so one operation turns the heads of both.
         operations.append(Rotate(dst=Span("qkv", 0, self._q_width + self._kv_width), frequencies=freqs))
-        operations.append(self._attend(layer))
+        operations.append(self._attend(layer, place))
         operations += self._into_stream(
             self._span("attended"), f"{attention_name}.o_proj", f"{name}.post_attention_layernorm"
         )
@@ -248,14 +284,14 @@ class _Builder:
         bias = self._vector(f"{name}.bias") if self._is_gpt else None
         return Norm(dst=dst, src=src, weight=weight, bias=bias, eps=self._config.norm_eps, centred=self._is_gpt)
 
-    def _attend(self, layer: int) -> Attend:
+    def _attend(self, layer: int, place: int) -> Attend:
         config = self._config
         return Attend(
             dst=self._span("attended"),
             q=self._q(),
             k=self._k(),
             v=self._v(),
-            layer=layer,
+            layer=place,
             head_size=config.head_size,
             window=config.sliding_window if config.is_sliding(layer) else None,
             scale=config.attention_scale or config.head_size**-0.5,
@@ -276,7 +312,7 @@ class _Builder:
         return Span("qkv", self._q_width + self._kv_width, self._kv_width)
 
     def _span(self, buffer: str) -> Span:
-        return Span(buffer, 0, self._widths[buffer])
+        return Span(buffer, 0, self.widths[buffer])
 
     def _matrix(self, name: str) -> Matrix:
         found = self._weights[name]

@@ -35,24 +35,32 @@ class ReferenceRunner:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._program = program
-        shape = (config.num_hidden_layers, 2, num_blocks * block_size, config.kv_heads, config.head_size)
+        shape = (program.num_layers, 2, num_blocks * block_size, config.kv_heads, config.head_size)
         self._cache = torch.empty(shape)
         self._buffers = {name: torch.zeros(width) for name, width in program.widths.items()}
         self._linears: dict[Matrix, _DenseLinear | _PackedLinear] = {}
 
     def run(self, batch: Batch) -> np.ndarray:
-        logits = np.empty((len(batch.logit_rows), self._program.config.vocab_size), np.float32)
+        return self.run_stage(batch, None)
+
+    def run_stage(self, batch: Batch, x: np.ndarray | None) -> np.ndarray:
+        program = self._program
+        logits = np.empty((len(batch.logit_rows), program.config.vocab_size), np.float32)
+        stream = np.empty((len(batch.tokens), program.widths["x"]), np.float32)
         wanted = {int(row): index for index, row in enumerate(batch.logit_rows)}
         with torch.inference_mode():
             for row, (token, position, sequence) in enumerate(
                 zip(batch.tokens.tolist(), batch.positions.tolist(), batch.sequences.tolist(), strict=True)
             ):
                 slots = self._slots(batch.tables[sequence], position)
-                self._run_row(self._program.body, token, position, slots)
-                if row in wanted:
-                    self._run_row(self._program.head, token, position, slots)
+                if x is not None:
+                    self._buffers["x"].copy_(torch.from_numpy(x[row]))
+                self._run_row(program.body, token, position, slots)
+                stream[row] = self._buffers["x"].numpy()
+                if row in wanted and program.head:
+                    self._run_row(program.head, token, position, slots)
                     logits[wanted[row]] = self._buffers["logits"].numpy()
-        return logits
+        return logits if program.head else stream
 
     def close(self) -> None:
         pass

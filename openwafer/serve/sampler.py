@@ -10,6 +10,7 @@ import struct
 import numpy as np
 
 from openwafer.serve.core import Sampling, TokenLogprob
+from openwafer.serve.runner import Draw
 
 # Steps in which the candidates are widened until they hold what top_k and top_p ask for.
 _THRESHOLDS = (2.0**-4, 2.0**-8, 2.0**-14, 2.0**-24, 0.0)
@@ -39,15 +40,30 @@ def draw(
     """
     adjusted = _adjusted(logits, sampling, place, counts, mask)
     likeliest = int(adjusted.argmax())
-    top = adjusted[likeliest]
-    refuse_infinite(float(top))
+    refuse_infinite(float(adjusted[likeliest]))
     if sampling.temperature == 0:
         return likeliest
+    return _drawn(adjusted, likeliest, sampling, uniform(seed, place))
+
+
+def draw_plain(logits: np.ndarray, how: Draw) -> tuple[int, float]:
+    """As `draw` from logits that nothing is added to or forbidden in: the token, and the largest logit.
+
+    Where that is not finite the token means nothing.
+    """
+    likeliest = int(logits.argmax())
+    top = float(logits[likeliest])
+    if how.temperature == 0 or not math.isfinite(top):
+        return likeliest, top
+    return _drawn(logits, likeliest, how, how.uniform), top
+
+
+def _drawn(logits: np.ndarray, likeliest: int, how: Draw | Sampling, chance: float) -> int:
     # The maximum goes first, so that a tiny temperature gives zeros and not infinities.
-    weights = np.exp((adjusted - top) / np.float32(max(sampling.temperature, 1e-6)))
-    ids = _candidates(weights, sampling)
+    weights = np.exp((logits - logits[likeliest]) / np.float32(max(how.temperature, 1e-6)))
+    ids = _candidates(weights, how)
     cumulated = np.cumsum(weights if ids is None else weights[ids], dtype=np.float64)
-    index = int(np.searchsorted(cumulated, uniform(seed, place) * cumulated[-1], side="right"))
+    index = int(np.searchsorted(cumulated, chance * cumulated[-1], side="right"))
     index = min(index, len(cumulated) - 1)
     return index if ids is None else int(ids[index])
 
@@ -103,7 +119,7 @@ def _adjusted(
     return logits
 
 
-def _candidates(weights: np.ndarray, sampling: Sampling) -> np.ndarray | None:
+def _candidates(weights: np.ndarray, sampling: Draw | Sampling) -> np.ndarray | None:
     """Ids that min_p, top_k and top_p leave, in this order, likeliest first (equal ones by id); None: all of them.
 
     Sorting the whole vocabulary would take longer than computing a small model; so the likely tokens are looked at

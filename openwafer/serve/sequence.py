@@ -26,7 +26,7 @@ class Sequence:
     num_accepted: int = 0
     num_rejected: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
-    is_cancelled: bool = False
+    in_flight: bool = False  # a batch is under way that its next token is drawn from
     started_s: float | None = None  # first computed
     first_token_s: float | None = None
 

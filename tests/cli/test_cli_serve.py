@@ -1,11 +1,14 @@
 """`openwafer serve` as a process: a model with random weights, a signal in the middle of an answer."""
 
 import concurrent.futures
+import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +18,9 @@ import pytest
 import transformers
 
 from openwafer.cli.main import main
+from openwafer.serve.engine import EngineConfig, open_engine
 from openwafer.serve.keys import KeyStore
+from tests.serve.conftest import Client as EngineClient
 from tests.serve.script_server import EOS, TOKENIZER
 
 PROMPT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
@@ -34,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = transformers.LlamaConfig(
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=1,
+        num_hidden_layers=2,
         num_attention_heads=2,
         vocab_size=TOKENIZER.vocab_size,
         max_position_embeddings=1024,
@@ -48,11 +53,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def serving(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    keys = tmp_path_factory.mktemp("keys") / "keys.sqlite"
-    command = [sys.executable, "-m", "openwafer", "serve", str(tiny), "--port", "0", "--keys", str(keys)]
-    process = subprocess.Popen([*command, "--max-model-len", "900"], stderr=subprocess.PIPE, text=True)
+@contextlib.contextmanager
+def served(model: Path, folder: Path, *flags: str) -> Iterator[Process]:
+    keys = folder / "keys.sqlite"
+    command = [sys.executable, "-m", "openwafer", "serve", str(model), "--port", "0", "--keys", str(keys)]
+    process = subprocess.Popen([*command, "--max-model-len", "900", *flags], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         first = process.stderr.readline()
@@ -65,6 +70,12 @@ def serving(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pr
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture(scope="module")
+def serving(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    with served(tiny, tmp_path_factory.mktemp("keys")) as running:
+        yield running
 
 
 def test_serves_and_stops_after_the_answer(serving: Process):
@@ -94,6 +105,49 @@ def test_serves_and_stops_after_the_answer(serving: Process):
     (row,) = store.usage()
     store.close()
     assert (row.key_id, row.model, row.requests) == ("local", "tiny", 12)
+
+
+def test_two_processes_answer_as_one_and_the_loss_of_one_ends_the_server(tiny: Path, tmp_path: Path) -> None:
+    seeded = {**PROMPT, "temperature": 1, "seed": 11, "max_tokens": 12, "logprobs": True}
+    with served(tiny, tmp_path, "--num-csx", "2") as two, httpx.Client(base_url=two.url, timeout=60) as http:
+        stages = _children(two.process.pid)
+        assert len(stages) == 2
+        choice = http.post("/v1/chat/completions", json=seeded).json()["choices"][0]
+        assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == _logprobs_of_one_process(tiny)
+        metrics = http.get("/metrics").text
+        assert re.search(r'openwafer:stage_busy_seconds_total\{model_name="tiny",stage="2"\} 0\.\d*[1-9]', metrics)
+        long = {**PROMPT, "stream": True, "max_tokens": 800, "logit_bias": {str(EOS): -100}}
+        with http.stream("POST", "/v1/chat/completions", json=long) as response:
+            lines = response.iter_lines()
+            next(lines)
+            for stage in stages:
+                os.kill(stage, signal.SIGTERM)  # as a service manager does: the server decides when they go
+            next(lines)
+            os.kill(stages[1], signal.SIGKILL)
+            began = time.monotonic()
+            rest = "".join(lines)
+        assert f"stage 2 of 2 (process {stages[1]}) was ended by SIGKILL" in rest
+        _, said = two.process.communicate(timeout=30)
+        assert time.monotonic() - began < 20
+        assert two.process.returncode == 2
+        assert said.rstrip().splitlines()[-1].startswith(f"openwafer: stage 2 of 2 (process {stages[1]}) was ended")
+        assert not Path(f"/proc/{stages[0]}").exists()
+
+
+def _children(pid: int) -> list[int]:
+    """Processes that any of its threads has started, in order."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sorted(int(number) for task in tasks for number in (task / "children").read_text().split())
+
+
+def _logprobs_of_one_process(model: Path) -> list[float]:
+    engine, tokenizer, _ = open_engine(model, EngineConfig(num_threads=2))
+    assert tokenizer is not None
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(PROMPT["messages"]))
+    sampling = {"temperature": 1.0, "seed": 11, "max_tokens": 12, "num_logprobs": 0, "stop_ids": frozenset([EOS])}
+    answer = EngineClient(engine).ask(prompt, **sampling)  # pyright: ignore[reportArgumentType]
+    engine.close()
+    return [entry.logprob for entry in answer.logprobs]
 
 
 def _same_alone_and_in_company(http: httpx.Client) -> None:

@@ -14,6 +14,7 @@ from openwafer.errors import UserError
 from openwafer.models.config import ModelConfig, RopeScaling
 from openwafer.models.generate import generate
 from openwafer.models.gguf import config_from_gguf, iter_tensors, load_gguf
+from openwafer.models.gguf_file import GgufFile
 from openwafer.models.gguf_tokenizer import tokenizer_from_gguf
 
 SHAPE = {
@@ -264,7 +265,7 @@ def test_smollm2_config(smollm2_path: Path):
         rope_theta=100000.0,
         tie_word_embeddings=True,
     )
-    assert sum(tensor.numel() for _, tensor in iter_tensors(smollm2_path)) == 134_515_008
+    assert sum(tensor.numel() for _, tensor in iter_tensors(GgufFile(smollm2_path))) == 134_515_008
 
 
 @pytest.mark.network

@@ -13,6 +13,7 @@ from torch import nn
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig, RopeScaling
 from openwafer.models.load import StoredModel
+from openwafer.models.weights import everything
 from openwafer.serve.core import Event, Request, Sampling, TokenLogprob
 from openwafer.serve.engine import LocalEngine
 from openwafer.serve.engine_config import EngineConfig
@@ -77,7 +78,11 @@ def stored(module: nn.Module) -> StoredModel:
     assert isinstance(config, ModelConfig)
     names = {name: weight.detach() for name, weight in module.named_parameters()}
     return StoredModel(
-        path=Path("tiny"), config=config, tensors=lambda: iter(list(names.items())), tokenizer=lambda: None
+        path=Path("tiny"),
+        config=config,
+        tensors=lambda wanted=everything: ((name, tensor) for name, tensor in names.items() if wanted(name)),
+        kinds=lambda: dict.fromkeys(names, "F32"),
+        tokenizer=lambda: None,
     )
 
 

@@ -44,6 +44,7 @@ class ScriptEngine:
         self.max_context = max_context
         self.step_s = step_s
         self.is_hung = False
+        self.failure: str | None = None  # what it says it has died of
         self.submitted: list[Request] = []
         self._max_running, self._max_waiting = max_running, max_waiting
         self._running: dict[str, _Running] = {}
@@ -80,6 +81,7 @@ class ScriptEngine:
                 num_prompt_tokens=self._num_prompt,
                 num_generated_tokens=self._num_generated,
                 last_progress_s=self._last_progress,
+                failure=self.failure,
             )
 
     def close(self) -> None:

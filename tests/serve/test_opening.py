@@ -1,5 +1,6 @@
 """Opening a model: from each kind of source, and what is refused."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,8 @@ def test_without_a_compiler_the_definition_runs(
         ({"kv_cache": 100}, "kv_cache 100 is too small"),
         ({"max_context": 1000}, "max_context 1000 is more than the model"),
         ({"speculation": "draft"}, "needs a draft_model"),
+        ({"num_csx": 3}, "num_csx 3 is more than the 2 layers"),
+        ({"dram": 1000, "kv_cache": 70_000}, r"dram 1000 is too small: \d+ bytes are needed"),
         pytest.param(
             {"device": "cuda"},
             "sees no GPU here",
@@ -66,6 +69,27 @@ def test_without_a_compiler_the_definition_runs(
 def test_what_cannot_be_is_told(folder: Path, options: dict, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         open_engine(folder, EngineConfig(**options))
+
+
+@pytest.mark.parametrize("options", [{"num_csx": 2}, {"dram": "1GiB"}, {"flash": "here"}])
+def test_what_is_for_the_cpu_is_refused_on_a_gpu(folder: Path, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match="is for --device cpu only"):
+        open_engine(folder, EngineConfig(device="cuda", **options))
+
+
+def test_streamed_answers_are_those_of_memory(tmp_path: Path) -> None:
+    """Through the front door, where the least budget that is told is enough."""
+    folder = tmp_path / "deep"
+    module = tiny_module(dataclasses.replace(CONFIGS["llama"], num_hidden_layers=8))
+    export(stored(module), folder, dtype=torch.float32)
+    options = {"kv_cache": 70_000, "max_step_tokens": 2, "max_running": 1}
+    with pytest.raises(UserError) as told:
+        answer(folder, dram=1000, **options)
+    least = int(str(told.value).split("--dram ")[1].split(",")[0])
+    streamed = answer(folder, dram=least, flash=tmp_path / "flash", **options)
+    assert streamed.tokens == answer(folder).tokens
+    assert (tmp_path / "flash" / ".lock").exists()
 
 
 def test_a_draft_must_share_the_vocabulary(folder: Path, tmp_path: Path) -> None:

@@ -39,6 +39,13 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"openwafer:{name}", help_text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
+        if stats.stage_busy_s:
+            busy = CounterMetricFamily(
+                "openwafer:stage_busy_seconds", "seconds that a stage has computed", labels=["model_name", "stage"]
+            )
+            for stage, seconds in enumerate(stats.stage_busy_s, start=1):
+                busy.add_metric([self._model, str(stage)], seconds)
+            yield busy
 
 
 class Metrics:

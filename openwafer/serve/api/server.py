@@ -123,6 +123,15 @@ class ApiServer(uvicorn.Server):
         with contextlib.suppress(RuntimeError):  # stopped before it was ready
             loop.call_soon_threadsafe(self.service.set_model, served)
 
+    async def on_tick(self, counter: int) -> bool:
+        """An engine that has stopped by itself ends the server: whoever runs it can start it anew."""
+        served = self.service.served
+        if served is not None and self._error is None and (failure := served.engine.stats().failure) is not None:
+            self._error = UserError(failure)
+            self.service.state, self.service.failure = "failed", failure
+            self.should_exit = True
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.service.state != "failed":
             self.service.state = "stopping"

@@ -171,20 +171,22 @@ class Service:
             raise ApiError(404, f"there is no model {shown!r} here: {known}", param="model", code="model_not_found")
         if self.served is None or self.state != "ready":
             if self.state == "failed":
-                raise ApiError(500, f"the model could not be loaded: {self.failure}", code="model_failed")
+                raise ApiError(500, f"the model cannot be served: {self.failure}", code="model_failed")
             if self.state == "stopping":
                 raise busy("the server is stopping", "stopping", retry_after_s=5)
             raise busy("the model is being loaded", "loading", retry_after_s=2)
         return self.served
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """503 while loading, and when there is work but no step has ended for long. Busy is healthy."""
+        """503 while loading, when the engine broke, and when there is work but no step has ended for long."""
         if self.served is None or self.state != "ready":
-            return 503, {"status": self.state}
+            return 503, {"status": self.state, **({"error": self.failure} if self.state == "failed" else {})}
         stats = self.served.engine.stats()
         idle_s = time.monotonic() - stats.last_progress_s
         has_work = stats.num_running + stats.num_waiting > 0
         report = {"num_running": stats.num_running, "num_waiting": stats.num_waiting}
+        if stats.failure is not None:
+            return 503, {"status": "failed", "error": stats.failure}
         if has_work and idle_s > self.config.hang_timeout_s:
             return 503, {"status": "hung", "seconds_without_progress": round(idle_s, 1), **report}
         return 200, {"status": "ok", **report}

@@ -164,7 +164,7 @@ typedef struct {
     const float *bias;      /* of norm */
     float scale;            /* embed, attend; norm: eps */
     int32_t width;          /* norm: columns of one norm; attend: rotary table */
-    int32_t layer, window;  /* attend; window 0: everything */
+    int32_t layer, window;  /* attend; window 0: everything. linear of the head: layer is the first output's column */
 } operation;
 
 typedef struct {

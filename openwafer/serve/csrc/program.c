@@ -23,7 +23,7 @@ typedef struct {
 typedef struct {
     program what;
     batch in;
-    int num_threads, num_workers, num_phases, is_closing, num_runs;
+    int num_threads, num_workers, num_phases, is_closing, num_runs, first, stop; /* operations of this round */
     phase_state *phases;
     pthread_mutex_t lock;
     pthread_cond_t wake;
@@ -147,13 +147,13 @@ static void run_batch(runner *r, uint32_t round, int thread)
 {
     pass t = { r, round, thread };
     const program *p = &r->what;
-    int num_rows = r->in.num_rows, num_logits = r->in.num_logits;
-    for (int k = 0; k < p->num_body; k++)
+    int num_rows = r->in.num_rows, num_logits = r->in.num_logits, first = r->first, stop = r->stop;
+    for (int k = first; k < stop && k < p->num_body; k++)
         if (!do_operation(&t, &p->operations[k], num_rows, 2 * k)) return;
-    for (int k = 0; k < p->num_head && num_logits; k++) {
-        operation op = p->operations[p->num_body + k];
-        if (op.kind == OP_LINEAR) op.dst.base = r->in.logits;
-        if (!do_operation(&t, &op, num_logits, 2 * (p->num_body + k))) return;
+    for (int k = first < p->num_body ? p->num_body : first; k < stop && num_logits; k++) {
+        operation op = p->operations[k];
+        if (op.kind == OP_LINEAR) op.dst.base = r->in.logits + op.layer;
+        if (!do_operation(&t, &op, num_logits, 2 * k)) return;
     }
 }
 
@@ -210,8 +210,9 @@ runner *decoder_open(const program *what, int num_threads)
     return r;
 }
 
-/* One step. Rows' keys and values go into the cache, logits of the wanted rows to in->logits. */
-void decoder_run(runner *r, const batch *in)
+/* Operations `first` to `stop` of a step, all of which come one after the other with the same batch. Rows' keys and
+ * values go into the cache, logits of the wanted rows to in->logits. */
+void decoder_run(runner *r, const batch *in, int first, int stop)
 {
     uint32_t round = atomic_load(&r->round) + 1;
     for (int k = 0; k < r->num_phases; k++) {
@@ -219,9 +220,11 @@ void decoder_run(runner *r, const batch *in)
         atomic_store_explicit(&r->phases[k].done, (uint64_t)round << 32, memory_order_relaxed);
     }
     r->in = *in;
+    r->first = first;
+    r->stop = stop;
     r->num_runs = find_runs(in, r->what.runs);
     int tables = 0;
-    for (int k = 0; k < r->what.num_body && tables < r->what.num_rotary_tables; k++) {
+    for (int k = 0; !first && k < r->what.num_body && tables < r->what.num_rotary_tables; k++) {
         const operation *op = &r->what.operations[k];
         if (op->kind != OP_ATTEND || op->width != tables) continue;
         for (int row = 0; row < in->num_rows; row++) rotary_row(&r->what, op, in->positions[row], row);

@@ -321,6 +321,19 @@ def test_health_while_loading_busy_and_hung(slow: Running, tmp_path: Path):
     assert slow.get("/health").status_code == 200
 
 
+def test_health_says_that_the_engine_is_dead_and_the_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ended = []
+    monkeypatch.setattr(threading, "excepthook", ended.append)
+    with running(tmp_path) as server:
+        server.engine.failure = "stage 2 of 2 was lost"
+        assert server.service.health() == (503, {"status": "failed", "error": "stage 2 of 2 was lost"})
+        deadline = time.monotonic() + 20
+        while not ended:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert str(ended[0].exc_value) == "stage 2 of 2 was lost"
+
+
 def test_health_says_loading(tmp_path: Path):
     gate = threading.Event()
     with running(tmp_path, gate=gate) as server:

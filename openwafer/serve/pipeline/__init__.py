@@ -1,0 +1,4 @@
+"""A model whose layers are divided over processes; only activations go from one to the next.
+
+Start at `runner.py` (the engine's side), then `stage.py` (what runs in each process).
+"""

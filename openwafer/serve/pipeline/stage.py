@@ -1,0 +1,96 @@
+"""One stage of a pipeline, in a process of its own: `python -m openwafer.serve.pipeline.stage CONTROL IN OUT`.
+
+The three numbers are descriptors of sockets: to the engine's process, from the stage before and to the stage after.
+The stage lives as long as the first of them: when the engine's process is gone, so is the stage.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from openwafer.errors import UserError
+from openwafer.serve.pipeline.message import Work, encoded_result
+from openwafer.serve.pipeline.pipe import Broken, Inbox, Pipe
+from openwafer.serve.pipeline.spec import StageSpec
+from openwafer.serve.runner import Draw, Drawn, StageRunner
+from openwafer.serve.sampler import draw_plain
+
+
+def main() -> None:
+    # Ctrl-C and SIGTERM are for the engine's process, which lets answers finish and then lets us go.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    control, inbound, outbound = (Pipe(socket.socket(fileno=int(number))) for number in sys.argv[1:])
+    spec = StageSpec.decoded(control.receive())
+    threading.Thread(target=_watch, args=(control,), daemon=True).start()
+    try:
+        runner = _open(spec)
+        control.send([b"ready"])
+        run_batches(runner, Inbox(inbound), outbound, is_last=spec.is_last)
+        runner.close()
+    except Broken:
+        pass
+    except UserError as error:
+        control.send([f"error {error}".encode()])
+        os._exit(1)
+    except MemoryError:
+        control.send([b"error there is not enough memory for its layers: give --dram a number that fits"])
+        os._exit(1)
+    os._exit(0)  # at once: threads that read must not hold the process
+
+
+def _watch(control: Pipe) -> None:
+    """The engine's process says nothing more; that it is gone is heard here, whatever the stage is doing."""
+    try:
+        control.receive()
+    except Broken:
+        os._exit(1)
+
+
+def _open(spec: StageSpec) -> StageRunner:
+    import torch
+
+    from openwafer.models.load import open_model
+    from openwafer.serve.opening import open_stage
+    from openwafer.serve.stage_plan import plan_stages
+
+    stored = open_model(spec.model)
+    plan = plan_stages(stored, spec.config)[spec.index]
+    torch.set_num_threads(plan.num_threads)
+    flash = spec.config.flash
+    return open_stage(stored, spec.config, plan, None if flash is None else flash / f"stage-{spec.index}")
+
+
+def run_batches(runner: StageRunner, inbox: Inbox, outbound: Pipe, *, is_last: bool) -> None:
+    """Until no more come."""
+    busy_s = 0.0
+    while (message := inbox.get()) is not None:
+        work = Work.decoded(message)
+        began = time.perf_counter()
+        result = runner.run_stage(work.batch, work.x)
+        drawn = _drawn(result, work.draws) if is_last else None
+        busy_s += time.perf_counter() - began
+        said = (*work.busy_s, busy_s)
+        if drawn is not None:
+            outbound.send(encoded_result(drawn, said))
+        else:
+            outbound.send(Work(batch=work.batch, draws=work.draws, x=result, busy_s=said).encoded())
+
+
+def _drawn(logits: np.ndarray, draws: Sequence[Draw | None]) -> Drawn:
+    """Tokens where the request asks for nothing special: a row of logits need not cross then."""
+    tokens, tops = np.zeros(len(draws), np.int32), np.zeros(len(draws), np.float32)
+    for row, how in enumerate(draws):
+        if how is not None:
+            tokens[row], tops[row] = draw_plain(logits[row], how)
+    return Drawn(tokens=tokens, tops=tops, logits=logits[[row for row, how in enumerate(draws) if how is None]])
+
+
+if __name__ == "__main__":
+    main()

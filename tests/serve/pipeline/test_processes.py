@@ -1,0 +1,28 @@
+"""Stages as processes: what is said when one cannot load. How they serve and die is in tests/cli/test_cli_serve.py."""
+
+from pathlib import Path
+
+import pytest
+
+from openwafer.errors import UserError
+from openwafer.serve.engine_config import EngineConfig
+from openwafer.serve.pipeline.processes import StageProcesses
+from openwafer.serve.pipeline.spec import StageSpec
+from openwafer.serve.region import Region
+from openwafer.serve.stage_plan import StagePlan
+
+
+def test_a_stage_that_cannot_load_says_why(tmp_path: Path) -> None:
+    plan = StagePlan(
+        region=Region(first=0, stop=2, num_layers=2), num_blocks=4, half_cache=False, num_threads=1, placement=None
+    )
+    spec = StageSpec(model=tmp_path / "gone", config=EngineConfig(), index=0)
+    with pytest.raises(UserError, match=r"stage 1 of 1: no file or folder .*gone"):
+        StageProcesses([spec], [plan])
+
+
+def test_a_spec_arrives_as_it_was_sent() -> None:
+    config = EngineConfig(num_csx=3, dram=1 << 30, flash=Path("somewhere"), quantization="int4", prefix_cache=False)
+    spec = StageSpec(model=Path("model"), config=config, index=2)
+    assert StageSpec.decoded(spec.encoded()) == spec
+    assert spec.is_last
