@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from openwafer.serve.gpu.fast import TritonKernels
-from tests.serve.gpu.triton_emulator import emulated
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -32,13 +31,13 @@ def test_the_check_compares(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     import _gpu_kernels  # pyright: ignore[reportMissingImports]
     from decode_gpu import TINY  # pyright: ignore[reportMissingImports]
 
-    shape = replace(TINY, num_hidden_layers=1)  # each program is emulated by itself
+    pytest.importorskip("triton", reason="there is no Triton for this platform")
+    shape = replace(TINY, num_hidden_layers=1)  # each program takes a millisecond here
     case = _gpu_kernels.Case(name="both kinds", counts=[1, 9], starts=[40, 3])
     cpu = torch.device("cpu")
-    with emulated():
-        assert _gpu_kernels.check(shape, cpu, [case], num_tokens=1) < 1e-5
-        assert "greedy tokens: 4 of 4 equal" in capsys.readouterr().out
-        right = TritonKernels.project_into
-        monkeypatch.setattr(TritonKernels, "project_into", lambda *args: right(*args[:2], args[2] * 2, args[3]))
-        assert _gpu_kernels.check(shape, cpu, [case], num_tokens=0) > 0.02
-        assert "WRONG" in capsys.readouterr().out
+    assert _gpu_kernels.check(shape, cpu, [case], num_tokens=1) < 1e-5
+    assert "greedy tokens: 4 of 4 equal" in capsys.readouterr().out
+    right = TritonKernels.project_into
+    monkeypatch.setattr(TritonKernels, "project_into", lambda *args: right(*args[:2], args[2] * 2, args[3]))
+    assert _gpu_kernels.check(shape, cpu, [case], num_tokens=0) > 0.02
+    assert "WRONG" in capsys.readouterr().out

@@ -9,6 +9,8 @@ heads that share a key/value head are one tile (of at least 16 rows, as the tens
 import triton
 import triton.language as tl
 
+from openwafer.serve.gpu.overlap import wait_for_inputs
+
 
 @triton.jit
 def decode_kernel(
@@ -34,6 +36,7 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid (singles, kv heads, PARTS). WINDOW 0: everything is seen."""
     index = tl.program_id(0)
@@ -53,6 +56,7 @@ def decode_kernel(
     d = tl.arange(0, HEAD_SIZE)
     heads = kv_head * GROUP + g
     is_head = (g < GROUP)[:, None]
+    wait_for_inputs(OVERLAPS)
     q = tl.load(qkv_ptr + row * qkv_stride + heads[:, None] * HEAD_SIZE + d[None, :], mask=is_head, other=0.0)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -94,6 +98,7 @@ def merge_kernel(
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid (singles, heads): the parts of a row's head, each weighed by its own total."""
     index = tl.program_id(0)
@@ -101,6 +106,7 @@ def merge_kernel(
     row = tl.load(singles_ptr + index).to(tl.int64)
     d = tl.arange(0, HEAD_SIZE)
     slots = (index * NUM_HEADS + head) * PARTS + tl.arange(0, PARTS)
+    wait_for_inputs(OVERLAPS)
     tops = tl.load(tops_ptr + slots)
     factors = tl.exp(tops - tl.max(tops, 0))
     total = tl.sum(factors * tl.load(totals_ptr + slots), 0)
@@ -127,6 +133,7 @@ def prompt_kernel(
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid (tiles, heads). A tile is 4 numbers: its first row, number of rows, first position, and sequence."""
     tile = tiles_ptr + tl.program_id(0) * 4
@@ -141,6 +148,7 @@ def prompt_kernel(
     positions = start_position + m
     is_row = (m < num_rows)[:, None]
     q_at = qkv_ptr + (first_row + m)[:, None] * qkv_stride + head * HEAD_SIZE + d[None, :]
+    wait_for_inputs(OVERLAPS)
     q = tl.load(q_at, mask=is_row, other=0.0)
     stop = start_position + num_rows
     begin = 0

@@ -9,6 +9,8 @@ rows: `skinny_kernel`, on the tensor cores. Every weight is read once, by one pr
 import triton
 import triton.language as tl
 
+from openwafer.serve.gpu.overlap import fetch_early, wait_for_inputs
+
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
@@ -55,14 +57,21 @@ def gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """out [num_outputs] (+)= activated(norm(x [NUM_INPUTS]) @ weight.T + bias); a program has BLOCK_N outputs."""
     EVEN: tl.constexpr = NUM_INPUTS % BLOCK_K == 0
+    LINES: tl.constexpr = BLOCK_K // 64 if BLOCK_K >= 64 else 1
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Programs at the end read the last row again rather than masking every load.
     rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     weights = weight_ptr + rows[:, None] * NUM_INPUTS
     up_weights = weight_ptr + (rows + num_outputs)[:, None] * NUM_INPUTS
+    lines = tl.arange(0, LINES)[None, :] * (BLOCK_K // LINES)
+    fetch_early(weights + lines, OVERLAPS)
+    if GATED:
+        fetch_early(up_weights + lines, OVERLAPS)
+    wait_for_inputs(OVERLAPS)
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -116,14 +125,21 @@ def skinny_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """The same for x [num_rows, NUM_INPUTS], num_rows <= BLOCK_M, of the weight's dtype and normed before."""
     EVEN: tl.constexpr = NUM_INPUTS % BLOCK_K == 0
+    LINES: tl.constexpr = BLOCK_K // 64 if BLOCK_K >= 64 else 1
     m = tl.arange(0, BLOCK_M)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     weights = weight_ptr + rows[:, None] * NUM_INPUTS
     up_weights = weight_ptr + (rows + num_outputs)[:, None] * NUM_INPUTS
+    lines = tl.arange(0, LINES)[None, :] * (BLOCK_K // LINES)
+    fetch_early(weights + lines, OVERLAPS)
+    if GATED:
+        fetch_early(up_weights + lines, OVERLAPS)
+    wait_for_inputs(OVERLAPS)
     # Rows that stick out read the first one again; nobody stores what comes of it.
     inputs = x_ptr + tl.where(m < num_rows, m, 0)[:, None] * x_stride
     y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
