@@ -9,6 +9,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -19,11 +20,12 @@ from openwafer.errors import UserError
 from openwafer.models.config import ModelConfig
 from openwafer.models.load import open_model
 from openwafer.models.tokenizer import Tokenizer
-from openwafer.serve.batching import Rows, run_works
+from openwafer.serve.ahead import catch_up, go_ahead, step_back
+from openwafer.serve.batching import Flight, Rows
 from openwafer.serve.block_pool import BlockPool
 from openwafer.serve.core import Engine, EngineStats, Event, FinishReason, QueueFullError, Request, TokenLogprob
 from openwafer.serve.engine_config import EngineConfig
-from openwafer.serve.runner import Runner
+from openwafer.serve.runner import AheadRunner, FlyingRunner, Runner
 from openwafer.serve.sampler import SamplingError, draw, logprobs_of, refuse_infinite
 from openwafer.serve.scheduler import Scheduler, Work
 from openwafer.serve.sequence import Sequence
@@ -33,6 +35,7 @@ __all__ = ["EngineConfig", "LocalEngine", "open_engine"]
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+_PATIENCE_S = 10.0  # for the step of other processes to end
 
 
 def open_engine(
@@ -74,7 +77,20 @@ class LocalEngine:
         self._speculator = speculator or Lookup(in_text=False)
         self._config = config
         pool = BlockPool(runner.num_blocks, runner.block_size, prefix_cache=config.prefix_cache)
-        self._scheduler = Scheduler(pool, max_running=config.num_running, max_step_tokens=config.num_step_tokens)
+        self._stages = runner if isinstance(runner, FlyingRunner) else None
+        self._max_in_flight = 1 if self._stages is None else self._stages.max_in_flight
+        self._scheduler = Scheduler(
+            pool,
+            max_running=config.num_running,
+            max_step_tokens=config.num_step_tokens,
+            num_groups=self._max_in_flight,
+        )
+        # Guesses need the tokens before them.
+        self._guesses = not isinstance(self._speculator, Lookup) or self._speculator.in_text
+        self._runs_ahead = isinstance(runner, AheadRunner) and not self._guesses
+        self._may_plan = True  # with `_runs_ahead`: before all flights have landed
+        if self._runs_ahead:
+            self._max_in_flight = 2
         self._order = itertools.count()
         self._wake = threading.Condition()
         # Under the lock: what other threads leave for the engine's thread.
@@ -84,6 +100,7 @@ class LocalEngine:
         self._error: str | None = None
         self._num_waiting = 0
         # Of the engine's thread alone.
+        self._flights: deque[Flight] = deque()  # the oldest first
         self._by_id: dict[str, Sequence] = {}
         self._num_prompt_tokens = self._num_generated_tokens = self._num_cached_tokens = 0
         self._last_progress_s = time.monotonic()
@@ -125,6 +142,8 @@ class LocalEngine:
                 num_generated_tokens=self._num_generated_tokens,
                 num_cached_tokens=self._num_cached_tokens,
                 last_progress_s=self._last_progress_s,
+                stage_busy_s=() if self._stages is None else self._stages.busy_s(),
+                failure=self._error,
             )
 
     @property
@@ -137,18 +156,24 @@ class LocalEngine:
             self._is_closing = True
             self._wake.notify()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_PATIENCE_S if self._stages is not None else None)
+            if self._stages is not None and self._thread.is_alive():
+                self._stages.abandon()  # a stage hangs
+                self._thread.join()
 
     def _main(self) -> None:
         """The engine's thread. Whatever ends it, nobody is left waiting for an answer."""
-        is_broken = True
+        is_broken, failure = True, "the engine has stopped after an internal error"
         try:
             while self._receive():
                 self._step()
             is_broken = False
+        except UserError as error:  # a lost stage, a full disk
+            failure = str(error)
+            _log.error("the engine has stopped: %s", failure)
         finally:
             with self._wake:
-                self._error = "the engine has stopped after an internal error" if is_broken else None
+                self._error = failure if is_broken else None
                 self._is_closing = True
                 for sequence in self._arrived:
                     self._scheduler.waiting.push(sequence)
@@ -160,9 +185,11 @@ class LocalEngine:
     def _receive(self) -> bool:
         """Take in what arrived, waiting for something to do; False when closing."""
         with self._wake:
-            while not (self._by_id or self._arrived or self._cancelled or self._is_closing):
+            while not (self._by_id or self._flights or self._arrived or self._cancelled or self._is_closing):
                 self._last_progress_s = time.monotonic()
                 self._wake.wait(timeout=1.0)
+                if self._stages is not None:
+                    self._stages.check()
             if self._is_closing:
                 return False
             arrived, self._arrived = self._arrived, []
@@ -195,6 +222,9 @@ class LocalEngine:
         return None
 
     def _step(self) -> None:
+        """Send off a group of requests if some can be, and take in the oldest when all stages have work."""
+        if self._runs_ahead and self._flights and (self._scheduler.is_short or not self._may_plan):
+            self._land()
         self._speculate()
         works = self._scheduler.plan()
         now = time.monotonic()
@@ -206,19 +236,50 @@ class LocalEngine:
                 num_started += 1
         with self._wake:
             self._num_waiting -= num_started
-        if not works:
-            return
-        for work, rows in zip(works, run_works(self._runner, works), strict=True):
+        if works:
+            self._flights.append(Flight(self._runner, works))
+            for work in works:
+                self._sent(work)
+            if self._runs_ahead:
+                self._may_plan = go_ahead(self._flights[-1], self.max_context)
+        if self._flights and (not works or len(self._flights) >= self._max_in_flight):
+            self._land()
+
+    def _land(self) -> None:
+        """Take in the oldest flight."""
+        flight = self._flights.popleft()
+        for work, draws, rows in zip(flight.works, flight.draws, flight.land(), strict=True):
+            sequence = work.sequence
+            if self._by_id.get(sequence.request.id) is not sequence:
+                continue  # it has ended meanwhile
+            if not draws or sequence.num_ahead == 0:
+                self._after(work, rows)
+                continue
+            before = step_back(sequence)
             self._after(work, rows)
+            if self._by_id.get(sequence.request.id) is sequence:
+                catch_up(sequence, *before)
         self._last_progress_s = time.monotonic()
+
+    def _sent(self, work: Work) -> None:
+        """Whatever is sent off later finds the keys and values of this work; only its token is to be waited for."""
+        sequence = work.sequence
+        if work.start < (num_prompt := len(sequence.request.prompt)):
+            self._num_prompt_tokens += min(work.stop, num_prompt) - work.start
+        sequence.in_flight = work.draws
+        if not sequence.in_flight:
+            sequence.num_computed = work.stop
+            self._scheduler.pool.publish(sequence)
 
     def _speculate(self) -> None:
         """Guess ahead for the answers under way, as far as the step has room after one token for everybody."""
-        running = self._scheduler.running
-        decoding = [s for s in running if s.num_left == 1 and s.num_drawn + 1 < s.request.sampling.max_tokens]
+        if not self._guesses and not any(s.request.prediction for s in self._scheduler.running):
+            return
+        group = self._scheduler.decoding()[: self._scheduler.group_size]
+        decoding = [s for s in group if s.num_drawn + 1 < s.request.sampling.max_tokens]
         if not decoding:
             return
-        room = (self._config.num_step_tokens - len(running)) // len(decoding)
+        room = (self._config.num_step_tokens - len(self._scheduler.running)) // len(decoding)
         if (most := min(self._config.num_draft_tokens, room)) < 1:
             return
         for sequence, drafts in zip(decoding, self._speculator.guess(decoding, most), strict=True):
@@ -232,12 +293,10 @@ class LocalEngine:
         sequence, sampling = work.sequence, work.sequence.request.sampling
         if rows.logits is not None and len(rows) == work.stop - work.start:
             self._note_prompt_logprobs(work, rows.logits)
-        known = len(sequence.tokens)
-        self._num_prompt_tokens += max(0, min(work.stop, sequence.num_prompt) - work.start)
         if not work.draws:
-            sequence.num_computed = work.stop
-            self._scheduler.pool.publish(sequence)
             return
+        known = len(sequence.tokens)
+        sequence.in_flight = False
         first = len(rows) - (work.stop - known + 1)
         drafts, sequence.drafts = sequence.drafts, []
         tokens: list[int] = []
@@ -287,7 +346,8 @@ class LocalEngine:
         if sequence.first_token_s is None:
             sequence.first_token_s = time.monotonic()
         sequence.tokens.append(token)
-        sequence.counts[token] += 1
+        if not sequence.is_plain:
+            sequence.counts[token] += 1
         if (constraint := request.constraint) is not None:
             _asked(lambda: constraint.advance(token))
             if constraint.is_done:

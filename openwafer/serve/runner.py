@@ -19,6 +19,9 @@ class Batch:
     sequences: np.ndarray  # [r], which row of `tables`
     tables: np.ndarray  # [s, b], the cache block of each run of block_size positions
     logit_rows: np.ndarray  # rows whose logits are wanted
+    # [r], for an `AheadRunner`: a row's token is the one that the batch before drew at this place of its logit_rows;
+    # negative where the token is given.
+    follows: np.ndarray | None = None
 
 
 class Runner(Protocol):
@@ -36,6 +39,14 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class StageRunner(Runner, Protocol):
+    """Runs a region of a model; only the residual stream goes from one region to the next."""
+
+    def run_stage(self, batch: Batch, x: np.ndarray | None) -> np.ndarray:
+        """`x` is fp32 [rows, hidden], None for the first region. Returns the same of this region; the last, logits."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,4 +75,48 @@ class DrawingRunner(Runner, Protocol):
 
     def run_and_draw(self, batch: Batch, draws: Sequence[Draw | None]) -> Drawn:
         """As `run`, with a token for each wanted row that has a Draw and the logits of the others."""
+        ...
+
+
+@runtime_checkable
+class AheadRunner(DrawingRunner, Protocol):
+    """A batch may be launched before the last one has landed, and follow tokens that nobody knows yet."""
+
+    def launch(self, batch: Batch, draws: Sequence[Draw | None]) -> None:
+        """Begin a batch; two may be under way."""
+        ...
+
+    def land(self) -> Drawn:
+        """Wait for the oldest batch under way."""
+        ...
+
+
+@runtime_checkable
+class FlyingRunner(Runner, Protocol):
+    """A runner of several stages: batches follow one another through them, and come out in order.
+
+    At every stage a batch is over before the next one begins. So a batch may use blocks of the cache that an earlier
+    one fills, or take over blocks that an earlier one still reads.
+    """
+
+    max_in_flight: int  # batches under way that keep all stages busy
+
+    def launch(self, batch: Batch, draws: Sequence[Draw | None]) -> None:
+        """Begin a batch, with a Draw or None for each wanted row as in `DrawingRunner.run_and_draw`."""
+        ...
+
+    def land(self) -> Drawn:
+        """Wait for the oldest batch under way."""
+        ...
+
+    def check(self) -> None:
+        """Raise if a stage is lost."""
+        ...
+
+    def abandon(self) -> None:
+        """End the stages whatever they are doing; whoever waits in `land` is told."""
+        ...
+
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds that each stage has computed."""
         ...

@@ -3,6 +3,9 @@
 Answers under way come first, one token each (and guesses); what is left of the step's tokens goes to prompts,
 in pieces. When blocks run out, the request that came last gives way: its blocks are freed and it is computed
 again later, with the same result, because no result depends on who else is there.
+
+With a pipeline of stages several steps are under way at once (`num_groups`): the requests are divided over them. One
+whose next token is being computed waits for it; pieces of a prompt follow one another without waiting.
 """
 
 from dataclasses import dataclass
@@ -27,25 +30,38 @@ class Work:
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, *, max_running: int, max_step_tokens: int) -> None:
+    def __init__(self, pool: BlockPool, *, max_running: int, max_step_tokens: int, num_groups: int = 1) -> None:
         self.pool = pool
         self.waiting = FairQueue()
         self.running: list[Sequence] = []  # in order of submission
         self.num_preemptions = 0
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
+        self._num_groups = num_groups
+        self.is_short = False  # of blocks, in the last plan: somebody waits for one in flight to give way
+
+    @property
+    def group_size(self) -> int:
+        """Requests that take part in one step at most, so that every group has its share."""
+        return -(-len(self.running) // self._num_groups)
+
+    def decoding(self) -> list[Sequence]:
+        """Those whose next token can be computed now."""
+        return [s for s in self.running if s.num_left == 1 and not s.in_flight]
 
     def plan(self) -> list[Work]:
         """The next step; admits who fits and makes room by preemption."""
         self._admit()
+        self.is_short = False
         works: list[Work] = []
         budget = self._max_step_tokens
-        decoding = [s for s in self.running if s.num_left == 1]
-        computing = [s for s in self.running if s.num_left > 1]
-        for sequence in [*decoding, *computing]:
-            if budget == 0:
+        num_preemptions = self.num_preemptions
+        computing = [s for s in self.running if s.num_left > 1 and not s.in_flight]
+        size = self.group_size
+        for sequence in [*self.decoding(), *computing]:
+            if budget == 0 or len(works) == size:
                 break
-            if sequence not in self.running:
+            if self.num_preemptions > num_preemptions and sequence not in self.running:
                 continue  # gave way a moment ago
             stop = min(sequence.num_computed + budget, len(sequence.tokens) + len(sequence.drafts))
             del sequence.drafts[max(0, stop - len(sequence.tokens)) :]
@@ -83,9 +99,12 @@ class Scheduler:
         return sum(max(0, -(-len(s.tokens) // size) - len(s.blocks)) for s in self.running)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, works: list[Work]) -> bool:
-        """Blocks for `num_tokens` tokens; False if the sequence itself had to give way."""
+        """Blocks for `num_tokens` tokens; False if the sequence had to give way, or has to wait for one in flight."""
         while not self.pool.grow(sequence, num_tokens):
             last = self.running[-1]
+            if last.in_flight or last.num_ahead:
+                self.is_short = True
+                return False  # its token comes first; then it gives way
             self._preempt(last)
             works[:] = [work for work in works if work.sequence is not last]
             if last is sequence:

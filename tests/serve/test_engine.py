@@ -48,7 +48,7 @@ def test_a_request_yields_the_same_bits_alone_and_among_32_others(open_tiny: Ope
     alone = bits(open_tiny(max_step_tokens=64, **options).ask(PROMPT, **DRAWN))
     assert len(set(alone[0])) > 4  # it does draw
     # Others of all lengths, some with the same beginning, too few blocks for all: pieces, cache hits, preemption.
-    crowd = open_tiny(max_step_tokens=23, num_blocks=40, **options)
+    crowd = open_tiny(max_step_tokens=23, num_blocks=28, **options)
     started = []
     for number in range(33):
         if number == 16:

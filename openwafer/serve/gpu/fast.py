@@ -15,6 +15,7 @@ from openwafer.serve.gpu.interpreted import is_interpreted, mend
 from openwafer.serve.gpu.places import Places, Run
 from openwafer.serve.gpu.plain import Kernels, PlainKernels, product
 from openwafer.serve.gpu.plan import Attention, Project
+from openwafer.serve.gpu.sending import sent
 from openwafer.serve.gpu.tuning import Tile, Tuning
 from openwafer.serve.program import Norm, Program
 
@@ -212,7 +213,7 @@ class TritonKernels(PlainKernels):
         attend, num_heads = step.attend, step.attend.q.width // step.attend.head_size
         runs = tuple(run for run in places.runs if not self._is_whole(step, run))
         if self._tiles is None or self._tiles[0] != runs:
-            self._tiles = runs, torch.from_numpy(tiles_of(runs, self.tuning.prompt_rows)).to(qkv.device)
+            self._tiles = runs, sent(tiles_of(runs, self.tuning.prompt_rows), qkv.device)
         tiles = self._tiles[1]
         self._prompt[(len(tiles), num_heads)](
             qkv,
