@@ -66,7 +66,9 @@ def _in_turn(groups: Sequence[Iterator[Trial]]) -> Iterator[Trial]:
 
 
 def _trials(config: ModelConfig, plan: Plan, device: torch.device) -> list[Iterator[Trial]]:
-    steps = dict(zip(NAMES, (s for s in (*plan.body, *plan.head) if isinstance(s, Project)), strict=True))
+    steps: dict[str, Project] = dict(
+        zip(NAMES, (s for s in (*plan.body, *plan.head) if isinstance(s, Project)), strict=True)
+    )
     attention = next(step for step in plan.body if isinstance(step, Attention))
     return [
         _products(steps, 1, GEMV, device),

@@ -34,6 +34,7 @@ from openwafer.serve.core import Event, Request, Sampling
 from openwafer.serve.engine import EngineConfig, LocalEngine
 from openwafer.serve.gpu.fast import TritonKernels
 from openwafer.serve.gpu.interpreted import is_interpreted
+from openwafer.serve.gpu.invariant import InvariantKernels
 from openwafer.serve.gpu.plain import Kernels
 from openwafer.serve.gpu.runner import BLOCK_SIZE, SIZES, GpuRunner
 from openwafer.serve.gpu.tuning import Tuning
@@ -130,6 +131,9 @@ def compile_kernels(config: ModelConfig, tuning: Tuning, journal: Journal) -> No
     batches = ([1], [1] * 16, [1] * 32, [1] * 128, [100, 300]) if config is LLAMA_8B else ([1], [1, 1, 12])
     for name, shape in (("Llama-3.1-8B", config), ("SmolLM2-135M", SMOLLM2)) if config is LLAMA_8B else (("", config),):
         rows = _gpu_compile.compile_all(shape, TritonKernels(tuning), batches)
+        if config is LLAMA_8B:
+            invariant = InvariantKernels(shape.max_position_embeddings, tuning)
+            rows += _gpu_compile.compile_all(shape, invariant, [[1], [100]])
         print(f"{name}\n{_gpu_compile.table(rows)}", flush=True)
         num_spilling = sum(row.stack_bytes > 0 for row in rows)
         journal.note(**{f"compiled {name}": len(rows), f"spilling {name}": num_spilling})
@@ -159,9 +163,12 @@ def first_run(args: argparse.Namespace) -> None:
             run(60, *same, "--check", *overlap, CUDA_LAUNCH_BLOCKING="1")  # says which kernel it was
     engine = ("--parts", "bandwidth", "one", "users", "prompt", "profile")
     if not run(150, *quick, *engine, *overlap):
-        run(100, *quick, *engine[:4], "--no_overlap") or run(100, *quick, *engine[:4], "--plain")
+        if not run(100, *quick, *engine[:4], "--no_overlap"):
+            run(100, *quick, *engine[:4], "--plain")
     elif not overlap:
         run(60, *quick, "--parts", "one", "--no_overlap")  # what starting early is worth
+    apart = ["--out", f"{args.out}.invariant"] if args.out else []  # its numbers have the same names
+    run(80, *quick, "--parts", "one", "users", "--invariant", *apart, *overlap)
     run(100, *same, "--parts", "tune", "--budget_s", str(args.budget_s))
     if args.out:
         numbers = read_journal(Path(args.out))
@@ -191,6 +198,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--budget_s", type=float, default=60, help="seconds of tuning")
     parser.add_argument("--quick", action="store_true", help="record graphs for these numbers of users only")
     parser.add_argument("--plain", action="store_true", help="plain operations instead of Triton kernels and graphs")
+    parser.add_argument("--invariant", action="store_true", help="kernels whose bits do not depend on the batch")
     parser.add_argument("--no_overlap", action="store_true", help="every kernel starts after the one before has ended")
     parser.add_argument("--out", help="append the numbers to this file, a line of JSON each")
     args = parser.parse_args()
@@ -224,6 +232,8 @@ class Bench:
         users = max(args.users)
         is_fast = not args.plain and (device.type == "cuda" or is_interpreted())
         kernels: Kernels | None = TritonKernels(tuning) if is_fast else None
+        if is_fast and args.invariant:
+            kernels = InvariantKernels(config.max_position_embeddings, tuning)
         num_blocks = users * -(-(args.inputs + args.outputs) // BLOCK_SIZE) + 4 * -(-args.prompt // BLOCK_SIZE)
         runner = GpuRunner(
             program,
@@ -249,7 +259,9 @@ class Bench:
         )
         weights = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
         print(f"loaded and recorded in {time.perf_counter() - began:.1f} s", flush=True)
-        journal.note(loaded_s=time.perf_counter() - began, overlaps=tuning.overlaps, is_fast=is_fast)
+        journal.note(
+            loaded_s=time.perf_counter() - began, overlaps=tuning.overlaps, is_fast=is_fast, invariant=args.invariant
+        )
         return cls(
             config=config,
             device=device,

@@ -16,9 +16,8 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 def bench(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCH / "decode_gpu.py"), *options]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(BENCH.parent)} | environment
-    )
+    variables = os.environ | {"PYTHONPATH": str(BENCH.parent)} | environment
+    return subprocess.run(command, capture_output=True, text=True, env=variables)
 
 
 def test_parts_on_a_tiny_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

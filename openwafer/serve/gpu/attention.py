@@ -35,10 +35,11 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     PARTS: tl.constexpr,
+    PART_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Grid (singles, kv heads, PARTS). WINDOW 0: everything is seen."""
+    """Grid (singles, kv heads, PARTS). WINDOW 0: all is seen. PART_SIZE 0: parts are alike, else of so many keys."""
     index = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -48,7 +49,9 @@ def decode_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(stop - WINDOW, 0)
-    size = tl.cdiv(tl.cdiv(stop - first, PARTS), BLOCK_N) * BLOCK_N
+    size = PART_SIZE
+    if PART_SIZE == 0:
+        size = tl.cdiv(tl.cdiv(stop - first, PARTS), BLOCK_N) * BLOCK_N
     begin = first + part * size
     end = tl.minimum(begin + size, stop)
 

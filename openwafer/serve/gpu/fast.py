@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from openwafer.errors import UserError
 from openwafer.serve.gpu.interpreted import is_interpreted, mend
 from openwafer.serve.gpu.places import Places, Run
 from openwafer.serve.gpu.plain import Kernels, PlainKernels, product
@@ -22,16 +23,24 @@ from openwafer.serve.program import Norm, Program
 _log = logging.getLogger(__name__)
 
 
-def best_kernels(program: Program) -> Kernels:
+def best_kernels(program: Program, batch_invariant: bool = False) -> Kernels:
     """The fast ones where there is Triton and the heads have a size that they take."""
     size = program.config.head_size
+    missing = None
     if find_spec("triton") is None:
-        _log.warning("Triton is not installed: the model runs in plain PyTorch operations, without graphs and slower")
-        return PlainKernels()
-    if size < 16 or size & (size - 1):
-        _log.warning("heads of size %d are no power of two: plain PyTorch operations, without graphs and slower", size)
-        return PlainKernels()
-    return TritonKernels()
+        missing = "Triton is not installed"
+    elif size < 16 or size & (size - 1):
+        missing = f"heads of size {size} are no power of two"
+    if missing is None and batch_invariant:
+        from openwafer.serve.gpu.invariant import InvariantKernels
+
+        return InvariantKernels(program.config.max_position_embeddings)
+    if missing is None:
+        return TritonKernels()
+    if batch_invariant:
+        raise UserError(f"batch_invariant: {missing}, and PyTorch's own products depend on the batch; use --device cpu")
+    _log.warning("%s: the model runs in plain PyTorch operations, without graphs and slower", missing)
+    return PlainKernels()
 
 
 class TritonKernels(PlainKernels):
@@ -70,7 +79,7 @@ class TritonKernels(PlainKernels):
             out.stride(0),
             WIDTH=run,
             CENTRED=step.centred,
-            BLOCK=_power_of_two(run),
+            BLOCK=power_of_two(run),
             num_warps=8 if run > 2048 else 4,
             **self._overlap(src),
         )
@@ -155,8 +164,7 @@ class TritonKernels(PlainKernels):
         attend, num_kv_heads, size = step.attend, keys.shape[1], step.attend.head_size
         num_heads, count = attend.q.width // size, len(places.singles)
         group = num_heads // num_kv_heads
-        wanted = -(-self.tuning.num_programs // (count * num_kv_heads))
-        num_parts = min(32, _power_of_two(wanted))
+        num_parts, part_size = self._parts(count * num_kv_heads)
         num_slots = count * num_heads * num_parts if num_parts > 1 else 1
         parts = torch.empty(num_slots, size, device=qkv.device)
         tops, totals = torch.empty(num_slots, device=qkv.device), torch.empty(num_slots, device=qkv.device)
@@ -177,11 +185,12 @@ class TritonKernels(PlainKernels):
             qkv.stride(0),
             NUM_KV_HEADS=num_kv_heads,
             GROUP=group,
-            BLOCK_G=max(16, _power_of_two(group)),
+            BLOCK_G=max(16, power_of_two(group)),
             HEAD_SIZE=size,
             BLOCK_SIZE=keys.shape[2],
             WINDOW=attend.window or 0,
             PARTS=num_parts,
+            PART_SIZE=part_size,
             BLOCK_N=self.tuning.decode_tokens,
             num_warps=4,
             **self._overlap(qkv),
@@ -199,6 +208,10 @@ class TritonKernels(PlainKernels):
                 num_warps=2,
                 **self._overlap(qkv),
             )
+
+    def _parts(self, num_programs: int) -> tuple[int, int]:
+        """Into how many parts each of so many sequences is cut, and their size (0: all alike)."""
+        return min(32, power_of_two(-(-self.tuning.num_programs // num_programs))), 0
 
     def _attend_pieces(
         self,
@@ -267,7 +280,7 @@ class TritonKernels(PlainKernels):
             return
         rows = src.to(weight.dtype) if step.norm is None else self.norm(step.norm, src, weight.dtype)
         strides = rows.stride(0), out.stride(0)
-        block_m = max(16, _power_of_two(num_rows))
+        block_m = max(16, power_of_two(num_rows))
         self._skinny[grid](rows, weight, bias, out, num_rows, step.num_outputs, *strides, BLOCK_M=block_m, **flags)
 
     def _tile(self, tile: Tile, step: Project, num_rows: int) -> tuple[int, int]:
@@ -281,7 +294,7 @@ class TritonKernels(PlainKernels):
             num_outputs //= 2
         if num_rows > 1:
             num_outputs = max(16, num_outputs)  # as the tensor cores want
-        return num_outputs, min(num_inputs, max(16, _power_of_two(step.weight.shape[1])))
+        return num_outputs, min(num_inputs, max(16, power_of_two(step.weight.shape[1])))
 
     def _overlap(self, like: torch.Tensor) -> dict[str, Any]:
         """How kernels on this device are started; `overlap.py` says what that means."""
@@ -298,7 +311,7 @@ class TritonKernels(PlainKernels):
             return self.activate(step, out)
         num_rows, width = out.shape[0], step.num_outputs
         gated = torch.empty(num_rows, width, dtype=out.dtype, device=out.device)
-        block = min(1024, _power_of_two(width))
+        block = min(1024, power_of_two(width))
         self._gate[(num_rows, -(-width // block))](
             out, gated, width, KIND=step.activation or "none", BLOCK=block, **self._overlap(out)
         )
@@ -328,6 +341,6 @@ def _attend_whole(step: Attention, qkv: torch.Tensor, run: Run, out: torch.Tenso
     out[rows] = found[0].transpose(0, 1).flatten(1)
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """The smallest one that is not less."""
     return 1 << max(0, number - 1).bit_length()

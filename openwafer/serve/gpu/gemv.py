@@ -106,7 +106,7 @@ def gemv_kernel(
     tl.store(out_ptr + outputs, y.to(out_ptr.dtype.element_ty), mask=is_mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def skinny_kernel(
     x_ptr,
     weight_ptr,
@@ -127,10 +127,14 @@ def skinny_kernel(
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """The same for x [num_rows, NUM_INPUTS], num_rows <= BLOCK_M, of the weight's dtype and normed before."""
+    """The same for x [num_rows, NUM_INPUTS] of the weight's dtype, normed before. Grid (outputs, rows).
+
+    The order of a row's sums follows from the tile alone: neither other rows nor their number change its bits.
+    """
     EVEN: tl.constexpr = NUM_INPUTS % BLOCK_K == 0
     LINES: tl.constexpr = BLOCK_K // 64 if BLOCK_K >= 64 else 1
-    m = tl.arange(0, BLOCK_M)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = (m < num_rows)[:, None]
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     weights = weight_ptr + rows[:, None] * NUM_INPUTS
@@ -140,14 +144,13 @@ def skinny_kernel(
     if GATED:
         fetch_early(up_weights + lines, OVERLAPS)
     wait_for_inputs(OVERLAPS)
-    # Rows that stick out read the first one again; nobody stores what comes of it.
-    inputs = x_ptr + tl.where(m < num_rows, m, 0)[:, None] * x_stride
+    inputs = x_ptr + m[:, None] * x_stride
     y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, NUM_INPUTS, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         mask = (k < NUM_INPUTS)[None, :]
-        x = inside(inputs + k[None, :], mask, EVEN)
+        x = tl.load(inputs + k[None, :], mask=is_row & mask, other=0.0)
         w = inside(weights + k[None, :], mask, EVEN)
         y += tl.dot(x, tl.trans(w), input_precision="ieee")
         if GATED:
@@ -160,7 +163,7 @@ def skinny_kernel(
     y = activated(y, KIND)
     if GATED:
         y = y * z
-    is_mine = (m < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    is_mine = is_row & (outputs < num_outputs)[None, :]
     places = out_ptr + m[:, None] * out_stride + outputs[None, :]
     if ADDS:
         y += tl.load(places, mask=is_mine, other=0.0).to(tl.float32)

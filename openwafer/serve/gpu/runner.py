@@ -146,10 +146,11 @@ class GpuRunner:
         values = Values(self._widths, self._dtype)
         run_steps(self._plan.body, self._kernels, values, places, self._cache)
         if logit_rows is not None:
+            if not len(logit_rows):  # pieces of prompts only
+                empty = torch.empty(0, self._widths["logits"], device=self._device)
+                return empty, torch.empty(2, 0, dtype=torch.int32, device=self._device)
             values.keep_rows(logit_rows)
         logits = run_steps(self._plan.head, self._kernels, values, places, self._cache).float()
-        if not len(logits):
-            return logits, torch.empty(2, 0, dtype=torch.int32, device=self._device)
         tops, ids = logits.max(dim=1)
         return logits, torch.stack([ids.int(), tops.view(torch.int32)])
 

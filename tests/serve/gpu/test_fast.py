@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from openwafer.errors import UserError
 from openwafer.serve.engine import EngineConfig, LocalEngine
 from openwafer.serve.gpu.fast import TritonKernels, best_kernels, tiles_of
+from openwafer.serve.gpu.invariant import InvariantKernels
 from openwafer.serve.gpu.places import Places, Run, most_numbers, packed, runs_of, unpacked
 from openwafer.serve.gpu.plain import PlainKernels
 from openwafer.serve.gpu.plan import Attention, Project
@@ -220,6 +222,31 @@ def test_greedy_answers_through_the_engine() -> None:
     assert answers[0] == answers[1]
 
 
+def test_a_row_has_the_same_bits_in_every_batch() -> None:
+    """A whole text at once, and in pieces of all kinds beside a stranger's."""
+    name = "llama"
+    tile = Tile(num_outputs=16, num_inputs=32, num_warps=4, num_stages=2)
+    found = []
+    for pieces, num_strange in (([20], 0), ([11, 8, 1], 3)):
+        gpu = runner(name, None)
+        gpu._kernels = InvariantKernels(40, TUNING, tile, num_rows=16)
+        logits, start = [], 0
+        for length in pieces:
+            stop = start + length
+            batch = Batch(
+                tokens=np.concatenate([TOKENS[40 : 40 + num_strange], TOKENS[start:stop]]),
+                positions=np.concatenate([np.arange(num_strange), np.arange(start, stop)]).astype(np.int32),
+                sequences=np.array([0] * num_strange + [min(num_strange, 1)] * length, np.int32),
+                tables=np.array([[6, 1], [5, 2]] if num_strange else [[5, 2]], np.int32),
+                logit_rows=np.arange(num_strange, num_strange + length).astype(np.int32),
+            )
+            logits.append(gpu.run(batch).copy())
+            start = stop
+        found.append(np.concatenate(logits))
+    assert found[0].tobytes() == found[1].tobytes()
+    np.testing.assert_allclose(found[0], feed(runner(name, None), [45])[:20], atol=2e-4, rtol=1e-4)
+
+
 def test_tiles_cover_each_row_once() -> None:
     runs = (Run(first=3, count=37, start=5, sequence=1), Run(first=40, count=16, start=0, sequence=0))
     tiles = tiles_of(runs, 16)
@@ -235,5 +262,8 @@ def test_heads_that_the_kernels_do_not_take_run_plainly(
     assert isinstance(best_kernels(tiny_program(CONFIGS["llama"])), TritonKernels)
     assert type(best_kernels(tiny_program(CONFIGS["odd"]))) is PlainKernels
     assert "size 10" in caplog.text
+    with pytest.raises(UserError, match="batch_invariant"):
+        best_kernels(tiny_program(CONFIGS["odd"]), batch_invariant=True)
+    assert isinstance(best_kernels(tiny_program(CONFIGS["llama"]), batch_invariant=True), InvariantKernels)
     monkeypatch.setattr("openwafer.serve.gpu.fast.find_spec", lambda name: None)
     assert type(best_kernels(tiny_program(CONFIGS["llama"]))) is PlainKernels
