@@ -94,7 +94,7 @@ def main() -> None:
     device = torch.device(args.device)
     config = TINY if args.tiny else LLAMA_8B
     journal = Journal(args.out)
-    tuning = Tuning(overlaps=not args.no_overlap)
+    tuning = Tuning(overlaps=not args.cautious, library_adds=not args.cautious)
     if args.check:
         journal.part("check", lambda: _gpu_kernels.check(config, device, journal, cases(args.tiny), tuning=tuning))
         sys.exit(bool(journal.failed) or journal.numbers.get("kernels") != "right")
@@ -156,22 +156,26 @@ def first_run(args: argparse.Namespace) -> None:
             print(f"== stopped after {limit_s} s", flush=True)
             return False
 
+    def apart(name: str) -> list[str]:
+        """A file of its own, because the numbers have the same names."""
+        return ["--out", f"{args.out}.{name}"] if args.out else []
+
     overlap: list[str] = []
     if not run(100, *same, "--check"):
-        overlap = ["--no_overlap"]
+        overlap = ["--cautious"]
         if not run(80, *same, "--check", *overlap) and args.device == "cuda":
             run(60, *same, "--check", *overlap, CUDA_LAUNCH_BLOCKING="1")  # says which kernel it was
     engine = ("--parts", "bandwidth", "one", "users", "prompt", "profile")
     if not run(150, *quick, *engine, *overlap):
-        if not run(100, *quick, *engine[:4], "--no_overlap"):
+        if not run(100, *quick, *engine[:4], "--cautious"):
             run(100, *quick, *engine[:4], "--plain")
     elif not overlap:
-        run(60, *quick, "--parts", "one", "--no_overlap")  # what starting early is worth
-    apart = ["--out", f"{args.out}.invariant"] if args.out else []  # its numbers have the same names
-    run(80, *quick, "--parts", "one", "users", "--invariant", *apart, *overlap)
+        run(60, *quick, "--parts", "one", "--cautious", *apart("cautious"))  # what starting early is worth
+    run(80, *quick, "--parts", "one", "users", "--invariant", *apart("invariant"), *overlap)
     run(100, *same, "--parts", "tune", "--budget_s", str(args.budget_s))
-    if args.out:
-        numbers = read_journal(Path(args.out))
+    for path in sorted(Path(args.out).parent.glob(f"{Path(args.out).name}*")) if args.out else []:
+        print(f"== {path.name}", flush=True)
+        numbers = read_journal(path)
         wanted = ("kernels", "equal", "worst", "copy", "one_user", "runner", "users", "first_token", "matmul", "failed")
         for name, value in numbers.items():
             if name.startswith(wanted) or name.endswith("_failed"):
@@ -199,7 +203,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="record graphs for these numbers of users only")
     parser.add_argument("--plain", action="store_true", help="plain operations instead of Triton kernels and graphs")
     parser.add_argument("--invariant", action="store_true", help="kernels whose bits do not depend on the batch")
-    parser.add_argument("--no_overlap", action="store_true", help="every kernel starts after the one before has ended")
+    parser.add_argument(
+        "--cautious", action="store_true", help="kernels start after the one before has ended, products add nothing"
+    )
     parser.add_argument("--out", help="append the numbers to this file, a line of JSON each")
     args = parser.parse_args()
     if args.tiny:
@@ -336,7 +342,7 @@ def one_user(bench: Bench, journal: Journal) -> None:
         one_user_bound=bound,
         one_user_share=rate / bound,
         runner_alone_tokens_per_s=1 / alone_s,
-        overlaps=not args.no_overlap,
+        overlaps=not args.cautious,
     )
 
 

@@ -62,7 +62,7 @@ class TritonKernels(PlainKernels):
         self._prompt: Any = attention.prompt_kernel
         self.tuning = tuning or Tuning()
         self._overlaps: dict[torch.device, dict[str, Any]] = {}
-        self._adds_wide = True  # until the library's product says that it cannot add to fp32
+        self._adds_wide = self.tuning.library_adds  # until the library's product says that it cannot add to fp32
         self._tiles: tuple[tuple[Run, ...], torch.Tensor] | None = None  # those of the last batch: all layers share
 
     def norm(self, step: Norm, src: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

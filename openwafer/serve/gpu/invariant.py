@@ -7,11 +7,13 @@ kernels would take more rows at once: prompts first of all. `bench/decode_gpu.py
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from openwafer.serve.gpu.fast import TritonKernels, power_of_two
 from openwafer.serve.gpu.places import Places
 from openwafer.serve.gpu.plan import Attention, Project
+from openwafer.serve.gpu.sending import sent
 from openwafer.serve.gpu.tuning import Tile, Tuning
 
 _MOST_PARTS = 16
@@ -27,6 +29,7 @@ class InvariantKernels(TritonKernels):
         super().__init__(tuning)
         self._one_tile = tile or Tile(num_outputs=64, num_inputs=64, num_warps=4, num_stages=4)
         self._num_rows = num_rows
+        self._counted: list[torch.Tensor] = []
         keys = self.tuning.decode_tokens
         self._part_size = max(_LEAST_PART, -(-max_positions // (_MOST_PARTS * keys)) * keys)
         self._num_parts = power_of_two(-(-max_positions // self._part_size))
@@ -44,10 +47,17 @@ class InvariantKernels(TritonKernels):
         self, step: Attention, qkv: torch.Tensor, places: Places, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         out = torch.empty(qkv.shape[0], step.attend.q.width, dtype=qkv.dtype, device=qkv.device)
-        rows = torch.arange(qkv.shape[0], dtype=torch.int32, device=qkv.device)
-        for some in rows.split(_ROWS_AT_ONCE):
+        for some in self._numbers(qkv.shape[0], qkv.device).split(_ROWS_AT_ONCE):
             self.attend_singles(step, qkv, replace(places, singles=some), keys, values, out)
         return out
+
+    def _numbers(self, count: int, device: torch.device) -> torch.Tensor:
+        """0 to `count`. Copied, not computed: kernels read them before the one that would compute them has ended."""
+        held = next((numbers for numbers in self._counted if numbers.device == device and len(numbers) >= count), None)
+        if held is None:
+            held = sent(np.arange(max(count, 4096), dtype=np.int32), device)
+            self._counted.append(held)  # for good: graphs remember where they are
+        return held[:count]
 
     def _parts(self, num_programs: int) -> tuple[int, int]:
         return self._num_parts, self._part_size

@@ -21,6 +21,7 @@ class Tuning:
     skinny: Tile = field(default_factory=lambda: Tile(num_outputs=32, num_inputs=128, num_warps=4, num_stages=4))
     skinny_rows: int = 16  # more rows go to the library's matrix products
     num_programs: int = 250  # that a kernel should have at least: two for most multiprocessors
+    library_adds: bool = True  # the library's products add to fp32 themselves, where they can
     overlaps: bool = True  # kernels start before the last one ends, where the GPU can do that
     decode_tokens: int = 32  # keys that decoding attention takes at once
     prompt_rows: int = 64
