@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from _journal import Journal
 
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
@@ -16,7 +17,7 @@ from openwafer.serve.gpu.places import most_numbers, packed, runs_of, unpacked
 from openwafer.serve.gpu.plain import Kernels, PlainKernels
 from openwafer.serve.gpu.plan import Attention, Project, make_plan
 from openwafer.serve.gpu.runner import BLOCK_SIZE, GpuRunner
-from openwafer.serve.gpu.tuning import Tile, Tuning
+from openwafer.serve.gpu.tuning import Tuning
 from openwafer.serve.matrix import Matrix
 from openwafer.serve.program import Program, Weights, build_program
 from openwafer.serve.runner import Batch
@@ -104,28 +105,47 @@ CASES = (
     Case(name="guesses", counts=[4, 1, 4], starts=[20, 7, 100]),
     Case(name="pieces of prompts", counts=[65, 1, 30, 100], starts=[0, 50, 33, 200]),
     Case(name="a whole prompt", counts=[1100], starts=[0]),
+    Case(name="192 rows, ragged", counts=[1] * 192, starts=[(37 * row) % 700 for row in range(192)]),
 )
 
 
-def check(config: ModelConfig, device: torch.device, cases: Sequence[Case] = CASES, num_tokens: int = 32) -> float:
+def check(
+    config: ModelConfig,
+    device: torch.device,
+    journal: Journal,
+    cases: Sequence[Case] = CASES,
+    num_tokens: int = 32,
+    tuning: Tuning | None = None,
+) -> float:
     """Prints the error of each fast step beside its plain one, relative to the size of the result; the worst of all."""
     config = replace(config, num_hidden_layers=min(2, config.num_hidden_layers))
     program = random_program(config, device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     plan = make_plan(program, device, dtype, config.max_position_embeddings)
-    fast, plain = TritonKernels(), PlainKernels()
-    worst = 0.0
-    with torch.inference_mode():
-        for case in cases:
-            if sum(case.counts) + max(case.starts) > config.max_position_embeddings:
-                continue
-            errors = dict(compare_steps(plan.body, case, config, fast, plain, device, dtype))
-            worst = max(worst, *errors.values())
-            print(f"{case.name:20}" + "  ".join(f"{name} {error:.1e}" for name, error in errors.items()), flush=True)
-    print(f"worst {worst:.1e}: {'right' if worst < 0.02 else 'WRONG'} (bf16 rounds at 4e-3)", flush=True)
+    fast, plain = TritonKernels(tuning), PlainKernels()
+    worst: list[float] = []
+
+    def compare(case: Case) -> None:
+        errors: dict[str, float] = {}
+        try:
+            with torch.inference_mode():
+                for name, found in compare_steps(plan.body, case, config, fast, plain, device, dtype):
+                    errors[name] = found
+        finally:  # what was found before a kernel failed
+            print(f"{case.name:20}" + "  ".join(f"{name} {found:.1e}" for name, found in errors.items()), flush=True)
+            journal.note(**{f"error of {name}, {case.name}": found for name, found in errors.items()})
+        worst.append(max(errors.values()))
+
+    for case in cases:
+        longest = max(start + count for start, count in zip(case.starts, case.counts, strict=True))
+        if longest <= config.max_position_embeddings:
+            journal.part(f"check {case.name}", lambda case=case: compare(case))
+    verdict = "right" if len(worst) and max(worst) < 0.02 and not journal.failed else "WRONG"
+    print(f"worst {max(worst, default=float('inf')):.1e}: {verdict} (bf16 rounds at 4e-3)", flush=True)
+    journal.note(worst_error=max(worst, default=float("inf")), kernels=verdict)
     if num_tokens:
-        compare_answers(program, device, dtype, num_tokens)
-    return worst
+        journal.part("check answers", lambda: compare_answers(program, device, dtype, num_tokens, journal, tuning))
+    return max(worst, default=float("inf"))
 
 
 def compare_steps(
@@ -199,11 +219,18 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return value if value == value else float("inf")
 
 
-def compare_answers(program: Program, device: torch.device, dtype: torch.dtype, num_tokens: int) -> None:
+def compare_answers(
+    program: Program,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_tokens: int,
+    journal: Journal,
+    tuning: Tuning | None = None,
+) -> None:
     """Greedy tokens of four users, fast and plain, and the logits of both after the plain path's tokens."""
     config = program.config
     paths = []
-    for kernels in (TritonKernels(), PlainKernels()):
+    for kernels in (TritonKernels(tuning), PlainKernels()):
         paths.append(
             GpuRunner(
                 program,
@@ -232,58 +259,4 @@ def compare_answers(program: Program, device: torch.device, dtype: torch.dtype, 
         equal += int((mine.argmax(1) == other.argmax(1)).sum())
         tokens, at = other.argmax(1)[:, None].astype(np.int32), at[-1:] + 1
     print(f"greedy tokens: {equal} of {4 * num_tokens} equal; logits differ by {max(errors):.1e} at most", flush=True)
-
-
-def tune(config: ModelConfig, device: torch.device) -> None:
-    """The bandwidth of each product of a layer and the head with several tiles; the library's beside them."""
-    tiles = [
-        Tile(num_outputs=n, num_inputs=k, num_warps=w, num_stages=s)
-        for n, k, w, s in (
-            *((4, 1024, 4, 1), (8, 1024, 4, 1), (16, 512, 4, 1), (8, 512, 4, 1), (8, 2048, 8, 1), (4, 2048, 8, 1)),
-            *((8, 1024, 4, 3), (8, 512, 4, 4), (16, 512, 8, 1), (2, 1024, 2, 1), (4, 512, 2, 1)),
-        )
-    ]
-    skinny = [
-        Tile(num_outputs=n, num_inputs=k, num_warps=w, num_stages=s)
-        for n, k, w, s in (
-            (16, 256, 4, 4),
-            (32, 128, 4, 4),
-            (32, 128, 4, 6),
-            (32, 256, 4, 3),
-            (64, 128, 4, 4),
-            (64, 64, 4, 6),
-        )
-    ]
-    dtype = torch.bfloat16
-    one_layer = replace(config, num_hidden_layers=1)
-    plan = make_plan(random_program(one_layer, device), device, dtype, 64)
-    steps = [step for step in (*plan.body, *plan.head) if isinstance(step, Project)]
-    for num_rows, candidates in ((1, tiles), (8, skinny), (32, skinny), (128, [])):
-        for step in steps:
-            src = torch.randn(num_rows, step.weight.shape[1], device=device, dtype=dtype)
-            best = [(_rate(step, src, PlainKernels(), device), "library")]
-            for tile in candidates:
-                tuning = Tuning(gemv=tile, skinny=tile, skinny_rows=64)
-                best.append((_rate(step, src, TritonKernels(tuning), device), _shown(tile)))
-            best.sort(reverse=True)
-            shown = "  ".join(f"{name} {rate / 1e12:.2f}" for rate, name in best[:4])
-            library = next(rate for rate, name in best if name == "library")
-            shape = str(list(step.weight.shape))
-            print(f"{num_rows:4} rows {shape:16} TB/s: {shown}  (library {library / 1e12:.2f})", flush=True)
-
-
-def _rate(step: Project, src: torch.Tensor, kernels: Kernels, device: torch.device) -> float:
-    """Bytes of weights per second, over copies of the weight that no cache holds, recorded as a graph."""
-    size = step.weight.numel() * step.weight.element_size()
-    steps = [replace(step, weight=step.weight.clone()) for _ in range(max(2, (1 << 30) // size))]
-    kernels.project(steps[0], src, wide=False)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for each in steps:
-            kernels.project(each, src, wide=False)
-    return len(steps) * size / seconds(graph.replay, device)
-
-
-def _shown(tile: Tile) -> str:
-    return f"{tile.num_outputs}x{tile.num_inputs} warps {tile.num_warps} stages {tile.num_stages}"
+    journal.note(equal_tokens=equal, compared_tokens=4 * num_tokens, logit_error=max(errors))

@@ -1,36 +1,53 @@
 """Tokens per second of the engine on one GPU: `python bench/decode_gpu.py`, a Llama-3.1-8B shape, random bf16 weights.
 
+    --first             all there is in a few minutes, each part in a process of its own; what fails stops nothing else
     --check             every Triton kernel against its plain definition, and the fast path's greedy tokens
-    --parts one users   some parts alone: bandwidth, tune, one, users, prompt, profile
-    --device cpu --tiny the same code with plain operations on a tiny shape: shows that this script works, no more
+    --parts one users   some parts alone: compile, bandwidth, tune, one, users, prompt, profile
+    --parts compile     every kernel compiled for a Hopper GPU: registers, spills, loads. Needs no GPU
+    --parts tune        other tiles, for --budget_s seconds
+    --device cpu --tiny the same code with plain operations on a tiny shape (TRITON_INTERPRET=1: with the kernels, in
+                        Triton's interpreter): shows that this script works, no more
 
 All numbers are of one run: the bound of one user is the measured copy bandwidth (bytes read and written) over the
 bytes of weights and cache that a token needs, the floor of a prompt is the measured time of its matrix products.
+`--out FILE` gets every number as a line of JSON as soon as it is known.
 """
 
 import argparse
-import json
+import os
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import _gpu_kernels
 import numpy as np
 import torch
+from _journal import Journal, read_journal
 
 from openwafer.models.config import ModelConfig
 from openwafer.serve.core import Event, Request, Sampling
 from openwafer.serve.engine import EngineConfig, LocalEngine
-from openwafer.serve.gpu.fast import best_kernels
-from openwafer.serve.gpu.runner import BLOCK_SIZE, GpuRunner
+from openwafer.serve.gpu.fast import TritonKernels
+from openwafer.serve.gpu.interpreted import is_interpreted
+from openwafer.serve.gpu.invariant import InvariantKernels
+from openwafer.serve.gpu.plain import Kernels
+from openwafer.serve.gpu.runner import BLOCK_SIZE, SIZES, GpuRunner
+from openwafer.serve.gpu.tuning import Tuning
 from openwafer.serve.runner import Batch, Draw
 
-PARTS = ("bandwidth", "tune", "one", "users", "prompt", "profile")
+PARTS = ("compile", "bandwidth", "tune", "one", "users", "prompt", "profile")
 ENGINE_PARTS = ("one", "users", "prompt", "profile")
+# Measured on the same kind of GPU with the same shape, and what we want to reach.
+ONE_USER = "gpt-fast 57.5 %, target 75 %"
+MANY_USERS = {
+    32: "transformers continuous batching 332, target 5000 while decoding, 70 % of one user's speed",
+    128: "transformers continuous batching 757, target 12000 while decoding and 9000 end to end",
+}
 LLAMA_8B = ModelConfig(
     family="llama",
     hidden_size=4096,
@@ -56,33 +73,120 @@ TINY = ModelConfig(
 )
 
 
+SMOLLM2 = ModelConfig(
+    family="llama",
+    hidden_size=576,
+    num_hidden_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    intermediate_size=1536,
+    vocab_size=49152,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+
+
 def main() -> None:
     args = parsed()
+    if args.first:
+        first_run(args)
+        return
     device = torch.device(args.device)
     config = TINY if args.tiny else LLAMA_8B
+    journal = Journal(args.out)
+    tuning = Tuning(overlaps=not args.cautious, library_adds=not args.cautious)
     if args.check:
-        _gpu_kernels.check(config, device)
-        return
-    results: dict[str, Any] = {}
+        journal.part("check", lambda: _gpu_kernels.check(config, device, journal, cases(args.tiny), tuning=tuning))
+        sys.exit(bool(journal.failed) or journal.numbers.get("kernels") != "right")
+    if "compile" in args.parts:
+        journal.part("compile", lambda: compile_kernels(config, tuning, journal))
     if "bandwidth" in args.parts or "one" in args.parts:
-        results["copy_bytes_per_s"] = copy_bandwidth(device, args.tiny)
-        print(f"copy bandwidth {results['copy_bytes_per_s'] / 1e12:.3f} TB/s, read and written", flush=True)
-    if "tune" in args.parts:
-        _gpu_kernels.tune(config, device)
+        journal.part("bandwidth", lambda: copy_bandwidth(device, args.tiny, journal))
     if set(ENGINE_PARTS) & set(args.parts):
-        bench = Bench.opened(config, device, args)
-        for part in args.parts:
-            if part in ENGINE_PARTS:
-                results |= RUNS[part](bench, results)
-        bench.engine.close()
-    if args.out:
-        Path(args.out).write_text(json.dumps(results, indent=1) + "\n")
+        journal.part("engine", lambda: run_engine_parts(config, device, args, tuning, journal))
+    if "tune" in args.parts:
+        import _gpu_tune
+
+        journal.part("tune", lambda: _gpu_tune.tune(config, device, journal, args.budget_s))
+    sys.exit(bool(journal.failed))
+
+
+def cases(tiny: bool) -> tuple[_gpu_kernels.Case, ...]:
+    return _gpu_kernels.CASES[:4] if tiny else _gpu_kernels.CASES
+
+
+def run_engine_parts(
+    config: ModelConfig, device: torch.device, args: argparse.Namespace, tuning: Tuning, journal: Journal
+) -> None:
+    bench = Bench.opened(config, device, args, tuning, journal)
+    for part in args.parts:
+        if part in ENGINE_PARTS:
+            journal.part(part, lambda part=part: RUNS[part](bench, journal))
+    bench.engine.close()
+
+
+def compile_kernels(config: ModelConfig, tuning: Tuning, journal: Journal) -> None:
+    import _gpu_compile
+
+    batches = ([1], [1] * 16, [1] * 32, [1] * 128, [100, 300]) if config is LLAMA_8B else ([1], [1, 1, 12])
+    for name, shape in (("Llama-3.1-8B", config), ("SmolLM2-135M", SMOLLM2)) if config is LLAMA_8B else (("", config),):
+        rows = _gpu_compile.compile_all(shape, TritonKernels(tuning), batches)
+        if config is LLAMA_8B:
+            invariant = InvariantKernels(shape.max_position_embeddings, tuning)
+            rows += _gpu_compile.compile_all(shape, invariant, [[1], [100]])
+        print(f"{name}\n{_gpu_compile.table(rows)}", flush=True)
+        num_spilling = sum(row.stack_bytes > 0 for row in rows)
+        journal.note(**{f"compiled {name}": len(rows), f"spilling {name}": num_spilling})
+        if num_spilling:
+            raise RuntimeError(f"{num_spilling} kernels use local memory")
+
+
+def first_run(args: argparse.Namespace) -> None:
+    """Everything, the most wanted first; a part that fails is tried once more in a simpler way."""
+    same = ["--device", args.device, *(["--tiny"] if args.tiny else []), *(["--out", args.out] if args.out else [])]
+    quick = [*same, "--rounds", "2", "--quick"]
+    began = time.perf_counter()
+
+    def run(limit_s: int, *options: str, **environment: str) -> bool:
+        print(f"== {' '.join(options)} ({time.perf_counter() - began:.0f} s so far)", flush=True)
+        command = [sys.executable, "-u", __file__, *options]
+        try:
+            return subprocess.run(command, timeout=limit_s, env=os.environ | environment).returncode == 0
+        except subprocess.TimeoutExpired:
+            print(f"== stopped after {limit_s} s", flush=True)
+            return False
+
+    def apart(name: str) -> list[str]:
+        """A file of its own, because the numbers have the same names."""
+        return ["--out", f"{args.out}.{name}"] if args.out else []
+
+    overlap: list[str] = []
+    if not run(100, *same, "--check"):
+        overlap = ["--cautious"]
+        if not run(80, *same, "--check", *overlap) and args.device == "cuda":
+            run(60, *same, "--check", *overlap, CUDA_LAUNCH_BLOCKING="1")  # says which kernel it was
+    engine = ("--parts", "bandwidth", "one", "users", "prompt", "profile")
+    if not run(150, *quick, *engine, *overlap):
+        if not run(100, *quick, *engine[:4], "--cautious"):
+            run(100, *quick, *engine[:4], "--plain")
+    elif not overlap:
+        run(60, *quick, "--parts", "one", "--cautious", *apart("cautious"))  # what starting early is worth
+    run(80, *quick, "--parts", "one", "users", "--invariant", *apart("invariant"), *overlap)
+    run(100, *same, "--parts", "tune", "--budget_s", str(args.budget_s))
+    for path in sorted(Path(args.out).parent.glob(f"{Path(args.out).name}*")) if args.out else []:
+        print(f"== {path.name}", flush=True)
+        numbers = read_journal(path)
+        wanted = ("kernels", "equal", "worst", "copy", "one_user", "runner", "users", "first_token", "matmul", "failed")
+        for name, value in numbers.items():
+            if name.startswith(wanted) or name.endswith("_failed"):
+                print(f"{name}: {value}", flush=True)
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a tiny shape and few tokens")
+    parser.add_argument("--first", action="store_true", help="check, measure and tune, in processes of their own")
     parser.add_argument("--check", action="store_true", help="compare kernels, measure nothing")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["bandwidth", "one", "users", "prompt"])
     parser.add_argument("--users", type=int, nargs="+", default=[32, 128])
@@ -93,12 +197,22 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--step_tokens", type=int, default=2048, help="tokens computed in one step at most")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budget_s", type=float, default=60, help="seconds of tuning")
+    parser.add_argument("--quick", action="store_true", help="record graphs for these numbers of users only")
     parser.add_argument("--plain", action="store_true", help="plain operations instead of Triton kernels and graphs")
-    parser.add_argument("--out", help="write the numbers to this JSON file")
+    parser.add_argument("--invariant", action="store_true", help="kernels whose bits do not depend on the batch")
+    parser.add_argument(
+        "--cautious", action="store_true", help="kernels start after the one before has ended, products add nothing"
+    )
+    parser.add_argument("--out", help="append the numbers to this file, a line of JSON each")
     args = parser.parse_args()
     if args.tiny:
         args.users, args.inputs, args.outputs, args.prompt, args.step_tokens = [2, 4], 24, 12, 64, 64
+        if is_interpreted():
+            args.users, args.outputs, args.prompt = [2], 3, 20
+        args.budget_s = min(args.budget_s, 5)
     return args
 
 
@@ -115,11 +229,17 @@ class Bench:
     token_bytes: int  # of cache for each token of context
 
     @classmethod
-    def opened(cls, config: ModelConfig, device: torch.device, args: argparse.Namespace) -> "Bench":
+    def opened(
+        cls, config: ModelConfig, device: torch.device, args: argparse.Namespace, tuning: Tuning, journal: Journal
+    ) -> "Bench":
         began = time.perf_counter()
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         program = _gpu_kernels.random_program(config, device)
         users = max(args.users)
+        is_fast = not args.plain and (device.type == "cuda" or is_interpreted())
+        kernels: Kernels | None = TritonKernels(tuning) if is_fast else None
+        if is_fast and args.invariant:
+            kernels = InvariantKernels(config.max_position_embeddings, tuning)
         num_blocks = users * -(-(args.inputs + args.outputs) // BLOCK_SIZE) + 4 * -(-args.prompt // BLOCK_SIZE)
         runner = GpuRunner(
             program,
@@ -128,7 +248,8 @@ class Bench:
             max_sequences=users,
             device=device,
             dtype=dtype,
-            kernels=None if args.plain or device.type == "cpu" else best_kernels(program),
+            kernels=kernels,
+            graph_sizes=(1, *args.users) if args.quick else SIZES,
         )
         engine = LocalEngine(
             runner,
@@ -144,6 +265,9 @@ class Bench:
         )
         weights = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
         print(f"loaded and recorded in {time.perf_counter() - began:.1f} s", flush=True)
+        journal.note(
+            loaded_s=time.perf_counter() - began, overlaps=tuning.overlaps, is_fast=is_fast, invariant=args.invariant
+        )
         return cls(
             config=config,
             device=device,
@@ -180,7 +304,8 @@ def ask(bench: Bench, num_users: int, num_inputs: int, num_outputs: int, seed: i
         return on_event
 
     prompts = rng.integers(0, bench.config.vocab_size, (num_users, num_inputs)).tolist()
-    sampling = Sampling(max_tokens=num_outputs, temperature=bench.args.temperature, seed=seed)
+    args = bench.args
+    sampling = Sampling(max_tokens=num_outputs, temperature=args.temperature, top_p=args.top_p, seed=seed)
     began = time.perf_counter()
     for user, prompt_ in enumerate(prompts):
         request = Request(id=f"{seed}-{user}", prompt=tuple(prompt_), sampling=sampling)
@@ -198,21 +323,27 @@ def decode_rate(heard: list[Heard]) -> float:
     return count / (stop - start) if stop > start else 0.0
 
 
-def one_user(bench: Bench, results: dict[str, Any]) -> dict[str, Any]:
+def one_user(bench: Bench, journal: Journal) -> None:
     args = bench.args
     ask(bench, 1, args.inputs, args.outputs, seed=0)
     rate = max(
         decode_rate(ask(bench, 1, args.inputs, args.outputs, seed=1 + number)[1]) for number in range(args.rounds)
     )
     token_bytes = bench.weight_bytes + bench.token_bytes * (args.inputs + args.outputs // 2)
-    bound = results["copy_bytes_per_s"] / token_bytes
+    bound = journal.numbers.get("copy_bytes_per_s", 4.3e12) / token_bytes
     alone_s = runner_alone(bench)
     print(
         f"1 user: {rate:.1f} tokens/s, {100 * rate / bound:.1f} % of the bound {bound:.1f} "
-        f"({token_bytes / 1e9:.2f} GB a token); without the engine {1 / alone_s:.1f} tokens/s",
+        f"({token_bytes / 1e9:.2f} GB a token); without the engine {1 / alone_s:.1f} tokens/s ({ONE_USER})",
         flush=True,
     )
-    return {"one_user_tokens_per_s": rate, "one_user_bound": bound, "runner_alone_tokens_per_s": 1 / alone_s}
+    journal.note(
+        one_user_tokens_per_s=rate,
+        one_user_bound=bound,
+        one_user_share=rate / bound,
+        runner_alone_tokens_per_s=1 / alone_s,
+        overlaps=not args.cautious,
+    )
 
 
 def runner_alone(bench: Bench) -> float:
@@ -240,7 +371,7 @@ def step_alone(bench: Bench, num_users: int) -> None:
     bench.runner.run_and_draw(batch, [greedy] * num_users)
 
 
-def profile(bench: Bench, results: dict[str, Any]) -> dict[str, Any]:
+def profile(bench: Bench, journal: Journal) -> None:
     """Where the time of a decoding step goes, kernel by kernel."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
@@ -252,12 +383,10 @@ def profile(bench: Bench, results: dict[str, Any]) -> dict[str, Any]:
             step_alone(bench, users)
         order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         print(f"{users} users\n{found.key_averages().table(sort_by=order, row_limit=14, max_name_column_width=70)}")
-    return {}
 
 
-def many_users(bench: Bench, results: dict[str, Any]) -> dict[str, Any]:
+def many_users(bench: Bench, journal: Journal) -> None:
     args = bench.args
-    found: dict[str, Any] = {}
     for users in args.users:
         ask(bench, users, args.inputs, 4, seed=100)
         rates, totals = [], []
@@ -265,17 +394,18 @@ def many_users(bench: Bench, results: dict[str, Any]) -> dict[str, Any]:
             began, heard = ask(bench, users, args.inputs, args.outputs, seed=101 + number)
             rates.append(decode_rate(heard))
             totals.append(users * args.outputs / (max(mine.times[-1] for mine in heard) - began))
-        found |= {f"users_{users}_decode_tokens_per_s": max(rates), f"users_{users}_total_tokens_per_s": max(totals)}
+        journal.note(
+            **{f"users_{users}_decode_tokens_per_s": max(rates), f"users_{users}_total_tokens_per_s": max(totals)}
+        )
         line = f"{users} users: decoding {max(rates):.0f} tokens/s, end to end {max(totals):.0f} tokens/s"
-        if one := results.get("one_user_tokens_per_s"):
+        if one := journal.numbers.get("one_user_tokens_per_s"):
             share = max(rates) / users / one
-            found[f"users_{users}_share_of_one"] = share
+            journal.note(**{f"users_{users}_share_of_one": share})
             line += f", each {100 * share:.0f} % of one user's speed"
-        print(line, flush=True)
-    return found
+        print(f"{line} ({MANY_USERS.get(users, 'no target')})", flush=True)
 
 
-def prompt(bench: Bench, results: dict[str, Any]) -> dict[str, Any]:
+def prompt(bench: Bench, journal: Journal) -> None:
     args = bench.args
     ask(bench, 1, args.prompt, 1, seed=200)
     times = []
@@ -285,13 +415,13 @@ def prompt(bench: Bench, results: dict[str, Any]) -> dict[str, Any]:
     floor_s = _gpu_kernels.matmul_floor(bench.config, bench.device, args.prompt)
     print(
         f"prompt of {args.prompt}: first token after {1e3 * min(times):.1f} ms, {min(times) / floor_s:.2f} times the "
-        f"{1e3 * floor_s:.1f} ms of its matrix products",
+        f"{1e3 * floor_s:.1f} ms of its matrix products (target 1.3)",
         flush=True,
     )
-    return {"first_token_s": min(times), "matmul_floor_s": floor_s}
+    journal.note(first_token_s=min(times), matmul_floor_s=floor_s, first_token_over_floor=min(times) / floor_s)
 
 
-RUNS: dict[str, Callable[[Bench, dict[str, Any]], dict[str, Any]]] = {
+RUNS: dict[str, Callable[[Bench, Journal], None]] = {
     "one": one_user,
     "users": many_users,
     "prompt": prompt,
@@ -299,12 +429,14 @@ RUNS: dict[str, Callable[[Bench, dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def copy_bandwidth(device: torch.device, tiny: bool) -> float:
+def copy_bandwidth(device: torch.device, tiny: bool, journal: Journal) -> None:
     """Bytes read and written per second by a copy on the device, of arrays far larger than its caches."""
     count = (16 << 20) if tiny else (4 << 30)
     source = torch.ones(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * count / _gpu_kernels.seconds(lambda: target.copy_(source), device)
+    rate = 2 * count / _gpu_kernels.seconds(lambda: target.copy_(source), device)
+    print(f"copy bandwidth {rate / 1e12:.3f} TB/s, read and written", flush=True)
+    journal.note(copy_bytes_per_s=rate)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ import pytest
 
 from openwafer.models.pull import pull
 
+# Before anything imports Triton: its kernels run in its interpreter here, on the CPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 ROOT = Path(__file__).parents[1]
 
 # The files that take longest begin first: two processes share the tests by file, and one that begins late would run

@@ -20,11 +20,12 @@ from openwafer.errors import UserError
 from openwafer.models.config import ModelConfig
 from openwafer.models.load import open_model
 from openwafer.models.tokenizer import Tokenizer
+from openwafer.serve.ahead import catch_up, go_ahead, step_back
 from openwafer.serve.batching import Flight, Rows
 from openwafer.serve.block_pool import BlockPool
 from openwafer.serve.core import Engine, EngineStats, Event, FinishReason, QueueFullError, Request, TokenLogprob
 from openwafer.serve.engine_config import EngineConfig
-from openwafer.serve.runner import FlyingRunner, Runner
+from openwafer.serve.runner import AheadRunner, FlyingRunner, Runner
 from openwafer.serve.sampler import SamplingError, draw, logprobs_of, refuse_infinite
 from openwafer.serve.scheduler import Scheduler, Work
 from openwafer.serve.sequence import Sequence
@@ -84,6 +85,12 @@ class LocalEngine:
             max_step_tokens=config.num_step_tokens,
             num_groups=self._max_in_flight,
         )
+        # Guesses need the tokens before them.
+        self._guesses = not isinstance(self._speculator, Lookup) or self._speculator.in_text
+        self._runs_ahead = isinstance(runner, AheadRunner) and not self._guesses
+        self._may_plan = True  # with `_runs_ahead`: before all flights have landed
+        if self._runs_ahead:
+            self._max_in_flight = 2
         self._order = itertools.count()
         self._wake = threading.Condition()
         # Under the lock: what other threads leave for the engine's thread.
@@ -216,6 +223,8 @@ class LocalEngine:
 
     def _step(self) -> None:
         """Send off a group of requests if some can be, and take in the oldest when all stages have work."""
+        if self._runs_ahead and self._flights and (self._scheduler.is_short or not self._may_plan):
+            self._land()
         self._speculate()
         works = self._scheduler.plan()
         now = time.monotonic()
@@ -231,24 +240,41 @@ class LocalEngine:
             self._flights.append(Flight(self._runner, works))
             for work in works:
                 self._sent(work)
+            if self._runs_ahead:
+                self._may_plan = go_ahead(self._flights[-1], self.max_context)
         if self._flights and (not works or len(self._flights) >= self._max_in_flight):
-            flight = self._flights.popleft()
-            for work, rows in zip(flight.works, flight.land(), strict=True):
-                if self._by_id.get(work.sequence.request.id) is work.sequence:  # else it has ended meanwhile
-                    self._after(work, rows)
-            self._last_progress_s = time.monotonic()
+            self._land()
+
+    def _land(self) -> None:
+        """Take in the oldest flight."""
+        flight = self._flights.popleft()
+        for work, draws, rows in zip(flight.works, flight.draws, flight.land(), strict=True):
+            sequence = work.sequence
+            if self._by_id.get(sequence.request.id) is not sequence:
+                continue  # it has ended meanwhile
+            if not draws or sequence.num_ahead == 0:
+                self._after(work, rows)
+                continue
+            before = step_back(sequence)
+            self._after(work, rows)
+            if self._by_id.get(sequence.request.id) is sequence:
+                catch_up(sequence, *before)
+        self._last_progress_s = time.monotonic()
 
     def _sent(self, work: Work) -> None:
         """Whatever is sent off later finds the keys and values of this work; only its token is to be waited for."""
         sequence = work.sequence
-        self._num_prompt_tokens += max(0, min(work.stop, sequence.num_prompt) - work.start)
+        if work.start < (num_prompt := len(sequence.request.prompt)):
+            self._num_prompt_tokens += min(work.stop, num_prompt) - work.start
         sequence.in_flight = work.draws
-        if not work.draws:
+        if not sequence.in_flight:
             sequence.num_computed = work.stop
             self._scheduler.pool.publish(sequence)
 
     def _speculate(self) -> None:
         """Guess ahead for the answers under way, as far as the step has room after one token for everybody."""
+        if not self._guesses and not any(s.request.prediction for s in self._scheduler.running):
+            return
         group = self._scheduler.decoding()[: self._scheduler.group_size]
         decoding = [s for s in group if s.num_drawn + 1 < s.request.sampling.max_tokens]
         if not decoding:
@@ -320,7 +346,8 @@ class LocalEngine:
         if sequence.first_token_s is None:
             sequence.first_token_s = time.monotonic()
         sequence.tokens.append(token)
-        sequence.counts[token] += 1
+        if not sequence.is_plain:
+            sequence.counts[token] += 1
         if (constraint := request.constraint) is not None:
             _asked(lambda: constraint.advance(token))
             if constraint.is_done:

@@ -42,6 +42,9 @@ class EngineConfig:
     max_step_tokens: int | None = option(
         None, help="tokens computed in one step: answers first, then prompts (default: 256; cuda: 2048)", minimum=1
     )
+    batch_invariant: bool = option(
+        False, help="cuda: a request has the same bits alone and among others, at some cost (always so on the cpu)"
+    )
     prefix_cache: bool = option(True, help="reuse keys and values of equal beginnings of prompts")
     speculation: Literal["none", "lookup", "draft"] = option(
         "none",

@@ -101,7 +101,7 @@ def _open_gpu(program: Program, config: EngineConfig) -> Runner:
         max_sequences=config.num_running,
         device=torch.device("cuda"),
         dtype=dtype,
-        kernels=best_kernels(program),
+        kernels=best_kernels(program, config.batch_invariant),
     )
 
 

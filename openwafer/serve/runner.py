@@ -19,6 +19,9 @@ class Batch:
     sequences: np.ndarray  # [r], which row of `tables`
     tables: np.ndarray  # [s, b], the cache block of each run of block_size positions
     logit_rows: np.ndarray  # rows whose logits are wanted
+    # [r], for an `AheadRunner`: a row's token is the one that the batch before drew at this place of its logit_rows;
+    # negative where the token is given.
+    follows: np.ndarray | None = None
 
 
 class Runner(Protocol):
@@ -72,6 +75,19 @@ class DrawingRunner(Runner, Protocol):
 
     def run_and_draw(self, batch: Batch, draws: Sequence[Draw | None]) -> Drawn:
         """As `run`, with a token for each wanted row that has a Draw and the logits of the others."""
+        ...
+
+
+@runtime_checkable
+class AheadRunner(DrawingRunner, Protocol):
+    """A batch may be launched before the last one has landed, and follow tokens that nobody knows yet."""
+
+    def launch(self, batch: Batch, draws: Sequence[Draw | None]) -> None:
+        """Begin a batch; two may be under way."""
+        ...
+
+    def land(self) -> Drawn:
+        """Wait for the oldest batch under way."""
         ...
 
 

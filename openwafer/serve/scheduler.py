@@ -38,6 +38,7 @@ class Scheduler:
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
         self._num_groups = num_groups
+        self.is_short = False  # of blocks, in the last plan: somebody waits for one in flight to give way
 
     @property
     def group_size(self) -> int:
@@ -51,14 +52,16 @@ class Scheduler:
     def plan(self) -> list[Work]:
         """The next step; admits who fits and makes room by preemption."""
         self._admit()
+        self.is_short = False
         works: list[Work] = []
         budget = self._max_step_tokens
+        num_preemptions = self.num_preemptions
         computing = [s for s in self.running if s.num_left > 1 and not s.in_flight]
         size = self.group_size
         for sequence in [*self.decoding(), *computing]:
             if budget == 0 or len(works) == size:
                 break
-            if sequence not in self.running:
+            if self.num_preemptions > num_preemptions and sequence not in self.running:
                 continue  # gave way a moment ago
             stop = min(sequence.num_computed + budget, len(sequence.tokens) + len(sequence.drafts))
             del sequence.drafts[max(0, stop - len(sequence.tokens)) :]
@@ -99,7 +102,8 @@ class Scheduler:
         """Blocks for `num_tokens` tokens; False if the sequence had to give way, or has to wait for one in flight."""
         while not self.pool.grow(sequence, num_tokens):
             last = self.running[-1]
-            if last.in_flight:
+            if last.in_flight or last.num_ahead:
+                self.is_short = True
                 return False  # its token comes first; then it gives way
             self._preempt(last)
             works[:] = [work for work in works if work.sequence is not last]

@@ -35,7 +35,7 @@ class Lookup:
     """What followed the last few tokens when they were seen before: in the text so far, or in the prediction."""
 
     def __init__(self, *, in_text: bool) -> None:
-        self._in_text = in_text  # else in predictions only
+        self.in_text = in_text  # else in predictions only
         self._texts: WeakKeyDictionary[Sequence, bytearray] = WeakKeyDictionary()
         self._predictions: WeakKeyDictionary[Sequence, bytes] = WeakKeyDictionary()
 
@@ -53,7 +53,7 @@ class Lookup:
         prediction = sequence.request.prediction
         if prediction and sequence.num_drawn == 0:
             return list(prediction[:max_tokens])
-        if not prediction and not self._in_text:
+        if not prediction and not self.in_text:
             return []
         text = self._texts.setdefault(sequence, bytearray())
         text += np.array(sequence.tokens[len(text) // _BYTES :], np.int32).tobytes()
@@ -64,7 +64,7 @@ class Lookup:
             # An answer that follows its prediction from the start needs no run of tokens to be recognised.
             if found := _after_same(stored, text, min(_LONGEST, sequence.num_drawn), 1, max_tokens):
                 return found
-        return _after_same(text, text, _LONGEST, _SHORTEST, max_tokens) if self._in_text else []
+        return _after_same(text, text, _LONGEST, _SHORTEST, max_tokens) if self.in_text else []
 
 
 def _after_same(where: bytes | bytearray, text: bytearray, longest: int, shortest: int, max_tokens: int) -> list[int]:

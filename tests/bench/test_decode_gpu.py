@@ -1,6 +1,6 @@
 """The GPU bench on a CPU: its parts run and count, and its check finds a kernel that is wrong."""
 
-import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,35 +10,68 @@ import pytest
 import torch
 
 from openwafer.serve.gpu.fast import TritonKernels
-from tests.serve.gpu.triton_emulator import emulated
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
-def test_parts_on_a_tiny_shape(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    command = [sys.executable, str(BENCH / "decode_gpu.py"), "--device", "cpu", "--tiny", "--rounds", "1"]
-    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
+def bench(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCH / "decode_gpu.py"), *options]
+    variables = os.environ | {"PYTHONPATH": str(BENCH.parent)} | environment
+    return subprocess.run(command, capture_output=True, text=True, env=variables)
+
+
+def test_parts_on_a_tiny_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    from _journal import read_journal  # pyright: ignore[reportMissingImports]
+
+    out = tmp_path / "out.jsonl"
+    done = bench("--device", "cpu", "--tiny", "--rounds", "1", "--out", str(out), TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
+    found = read_journal(out)
     assert found["one_user_tokens_per_s"] < found["one_user_bound"]
     assert found["first_token_s"] > 0
     assert found["users_4_total_tokens_per_s"] > 0
     assert "% of the bound" in done.stdout
 
 
+def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
+    """Through to machine code; none keeps numbers in local memory."""
+    pytest.importorskip("triton", reason="there is no Triton for this platform")
+    done = bench("--tiny", "--parts", "compile", TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("gemv", "skinny", "rotate_and_store", "decode", "merge", "prompt", "norm"):
+        assert f"{name}_kernel" in done.stdout
+
+
+def test_a_part_that_fails_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    from _journal import Journal, read_journal  # pyright: ignore[reportMissingImports]
+
+    journal = Journal(str(tmp_path / "out.jsonl"))
+    journal.part("first", lambda: 1 // 0)
+    journal.part("second", lambda: journal.note(second=2))
+    assert journal.failed == ["first"]
+    found = read_journal(tmp_path / "out.jsonl")
+    assert found["second"] == 2
+    assert "ZeroDivisionError" in found["first_failed"]
+    assert "FAILED" in capsys.readouterr().out
+
+
 def test_the_check_compares(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
     import _gpu_kernels  # pyright: ignore[reportMissingImports]
+    from _journal import Journal  # pyright: ignore[reportMissingImports]
     from decode_gpu import TINY  # pyright: ignore[reportMissingImports]
 
-    shape = replace(TINY, num_hidden_layers=1)  # each program is emulated by itself
+    pytest.importorskip("triton", reason="there is no Triton for this platform")
+    shape = replace(TINY, num_hidden_layers=1)  # each program takes a millisecond here
     case = _gpu_kernels.Case(name="both kinds", counts=[1, 9], starts=[40, 3])
     cpu = torch.device("cpu")
-    with emulated():
-        assert _gpu_kernels.check(shape, cpu, [case], num_tokens=1) < 1e-5
-        assert "greedy tokens: 4 of 4 equal" in capsys.readouterr().out
-        right = TritonKernels.project_into
-        monkeypatch.setattr(TritonKernels, "project_into", lambda *args: right(*args[:2], args[2] * 2, args[3]))
-        assert _gpu_kernels.check(shape, cpu, [case], num_tokens=0) > 0.02
-        assert "WRONG" in capsys.readouterr().out
+    assert _gpu_kernels.check(shape, cpu, Journal(None), [case], num_tokens=1) < 1e-5
+    assert "greedy tokens: 4 of 4 equal" in capsys.readouterr().out
+    right = TritonKernels.project_into
+    monkeypatch.setattr(TritonKernels, "project_into", lambda *args: right(*args[:2], args[2] * 2, args[3]))
+    assert _gpu_kernels.check(shape, cpu, Journal(None), [case], num_tokens=0) > 0.02
+    assert "WRONG" in capsys.readouterr().out

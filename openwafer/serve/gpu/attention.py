@@ -9,6 +9,8 @@ heads that share a key/value head are one tile (of at least 16 rows, as the tens
 import triton
 import triton.language as tl
 
+from openwafer.serve.gpu.overlap import wait_for_inputs
+
 
 @triton.jit
 def decode_kernel(
@@ -33,9 +35,11 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     PARTS: tl.constexpr,
+    PART_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """Grid (singles, kv heads, PARTS). WINDOW 0: everything is seen."""
+    """Grid (singles, kv heads, PARTS). WINDOW 0: all is seen. PART_SIZE 0: parts are alike, else of so many keys."""
     index = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -45,7 +49,9 @@ def decode_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(stop - WINDOW, 0)
-    size = tl.cdiv(tl.cdiv(stop - first, PARTS), BLOCK_N) * BLOCK_N
+    size = PART_SIZE
+    if PART_SIZE == 0:
+        size = tl.cdiv(tl.cdiv(stop - first, PARTS), BLOCK_N) * BLOCK_N
     begin = first + part * size
     end = tl.minimum(begin + size, stop)
 
@@ -53,6 +59,7 @@ def decode_kernel(
     d = tl.arange(0, HEAD_SIZE)
     heads = kv_head * GROUP + g
     is_head = (g < GROUP)[:, None]
+    wait_for_inputs(OVERLAPS)
     q = tl.load(qkv_ptr + row * qkv_stride + heads[:, None] * HEAD_SIZE + d[None, :], mask=is_head, other=0.0)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -94,6 +101,7 @@ def merge_kernel(
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid (singles, heads): the parts of a row's head, each weighed by its own total."""
     index = tl.program_id(0)
@@ -101,6 +109,7 @@ def merge_kernel(
     row = tl.load(singles_ptr + index).to(tl.int64)
     d = tl.arange(0, HEAD_SIZE)
     slots = (index * NUM_HEADS + head) * PARTS + tl.arange(0, PARTS)
+    wait_for_inputs(OVERLAPS)
     tops = tl.load(tops_ptr + slots)
     factors = tl.exp(tops - tl.max(tops, 0))
     total = tl.sum(factors * tl.load(totals_ptr + slots), 0)
@@ -127,6 +136,7 @@ def prompt_kernel(
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid (tiles, heads). A tile is 4 numbers: its first row, number of rows, first position, and sequence."""
     tile = tiles_ptr + tl.program_id(0) * 4
@@ -141,6 +151,7 @@ def prompt_kernel(
     positions = start_position + m
     is_row = (m < num_rows)[:, None]
     q_at = qkv_ptr + (first_row + m)[:, None] * qkv_stride + head * HEAD_SIZE + d[None, :]
+    wait_for_inputs(OVERLAPS)
     q = tl.load(q_at, mask=is_row, other=0.0)
     stop = start_position + num_rows
     begin = 0

@@ -4,66 +4,126 @@ The same random number gives the same token as on the host, up to the rounding o
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from openwafer.serve.gpu.sending import sent
 from openwafer.serve.runner import Draw
 
+NUM_LIKELY = 1024  # tokens that limits are tried on before all are sorted
 
-def draw_rows(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+
+def draw_rows(logits: torch.Tensor, draws: Sequence[Draw], num_likely: int = NUM_LIKELY) -> torch.Tensor:
     """One token id (int64) for each row of fp32 logits [n, vocab]."""
     tokens = logits.argmax(dim=1)
-    limited, free = [], []
+    kinds: dict[str, list[int]] = {}
     for row, draw in enumerate(draws):
         if draw.temperature > 0:
-            (limited if _is_limited(draw, logits.shape[1]) else free).append(row)
-    for rows, drawn in ((free, _free), (limited, _limited)):
-        if rows:
-            index = torch.tensor(rows, device=logits.device)
-            tokens[index] = drawn(logits[index], [draws[row] for row in rows])
+            kinds.setdefault(_kind(draw, logits.shape[1], num_likely), []).append(row)
+    for kind, rows in kinds.items():
+        limits = Limits.of([draws[row] for row in rows], logits)
+        index = sent(np.array(rows), logits.device)
+        weights = _weights(logits[index], limits)
+        if kind == "free":
+            tokens[index] = _pick(weights, limits)
+        elif kind == "few":
+            tokens[index] = _few(weights, limits, num_likely)[0]
+        else:
+            tokens[index] = _likely_or_all(weights, limits, num_likely)
     return tokens
 
 
-def _is_limited(draw: Draw, vocab_size: int) -> bool:
-    return draw.top_p < 1 or draw.min_p > 0 or (draw.top_k is not None and 0 < draw.top_k < vocab_size)
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Of some rows, as fp64 [n, 1]; they go to the device in one copy."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor  # the size of the vocabulary: no limit
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    uniform: torch.Tensor
+
+    @classmethod
+    def of(cls, draws: Sequence[Draw], logits: torch.Tensor) -> "Limits":
+        vocab = logits.shape[1]
+        table = np.array(
+            [(max(d.temperature, 1e-6), _top_k(d, vocab) or vocab, d.top_p, d.min_p, d.uniform) for d in draws]
+        )
+        names = ("temperature", "top_k", "top_p", "min_p", "uniform")
+        columns = sent(np.ascontiguousarray(table.T), logits.device).unsqueeze(2).unbind(0)
+        return cls(**dict(zip(names, columns, strict=True)))
 
 
-def _free(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    return _pick(_weights(logits, draws), draws)
+def _top_k(draw: Draw, vocab: int) -> int | None:
+    return draw.top_k if draw.top_k is not None and 0 < draw.top_k < vocab else None
 
 
-def _limited(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """min_p, top_k and top_p, in this order, on the likeliest first (equal ones by id)."""
-    vocab = logits.shape[1]
-    weights, ids = _weights(logits, draws).sort(dim=1, descending=True, stable=True)
-    weights = weights.double()
-    top_ks = [draw.top_k if draw.top_k is not None and 0 < draw.top_k < vocab else vocab for draw in draws]
-    min_p = _column([draw.min_p for draw in draws], weights)
-    top_p = _column([draw.top_p for draw in draws], weights)
-    places = torch.arange(vocab, device=logits.device)
-    # The likeliest has weight 1 and always stays.
-    is_in = (weights >= min_p) & (places < torch.tensor(top_ks, device=logits.device)[:, None])
-    is_in[:, 0] = True
-    weights = torch.where(is_in, weights, 0)
-    before = weights.cumsum(dim=1) - weights
-    is_in = (before < top_p * weights.sum(dim=1, keepdim=True)) | (top_p >= 1)
-    is_in[:, 0] = True
-    chosen = _pick(torch.where(is_in, weights, 0), draws)
+def _kind(draw: Draw, vocab: int, num_likely: int) -> str:
+    """`few` rows surely need no more than half of the likely tokens, `unsure` ones may need all."""
+    top_k = _top_k(draw, vocab)
+    if top_k is None and draw.top_p >= 1 and draw.min_p <= 0:
+        return "free"
+    return "few" if top_k is not None and 2 * top_k <= num_likely < vocab else "unsure"
+
+
+def _likely_or_all(weights: torch.Tensor, limits: Limits, num_likely: int) -> torch.Tensor:
+    if num_likely < weights.shape[1]:
+        tokens, is_enough = _few(weights, limits, num_likely)
+        # Asking the device waits for it. Sorting everything would take it longer than a step of a small model.
+        if bool(is_enough):
+            return tokens
+    ordered, ids = weights.sort(dim=1, descending=True, stable=True)
+    total = ordered.sum(dim=1, keepdim=True, dtype=torch.float64)
+    chosen, _, _ = _limited(ordered, total, limits)
     return ids.gather(1, chosen[:, None])[:, 0]
 
 
-def _weights(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+def _few(weights: torch.Tensor, limits: Limits, num_likely: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens drawn from the likeliest only, and whether these were enough for all rows."""
+    _, ids = weights.topk(num_likely, dim=1, sorted=False)
+    # Equal ones are ordered by id, which topk does not promise.
+    ids = ids.sort(dim=1).values
+    ordered, order = weights.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    chosen, num_first, num_left = _limited(ordered, weights.sum(dim=1, keepdim=True, dtype=torch.float64), limits)
+    # All that min_p and top_k leave must be here, for top_p is a share of their mass; or there is only top_p.
+    is_enough = (num_first < num_likely) | ((limits.min_p <= 0) & (limits.top_k >= weights.shape[1]))
+    # The least of them may have equals that are not here: what is left must be likelier.
+    is_enough &= ordered.gather(1, num_left - 1) > ordered[:, -1:]
+    is_enough = is_enough.all()
+    return ids.gather(1, order.gather(1, chosen[:, None]))[:, 0], is_enough
+
+
+def _limited(
+    ordered: torch.Tensor, total: torch.Tensor, limits: Limits
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """min_p, top_k and top_p, in this order, on weights with the likeliest first (it has weight 1 and always stays).
+
+    `total` is of all tokens. Returns the drawn place of each row [n], and how many were left by the first two limits
+    and by all [n, 1].
+    """
+    weights = ordered.double()
+    places = torch.arange(weights.shape[1], device=weights.device)
+    is_in = (weights >= limits.min_p) & (places < limits.top_k)
+    is_in[:, 0] = True
+    weights = torch.where(is_in, weights, 0)
+    cumulated = weights.cumsum(dim=1)
+    num_first = is_in.sum(dim=1, keepdim=True)
+    mass = torch.where(num_first == weights.shape[1], total, cumulated[:, -1:])
+    is_in &= (cumulated - weights < limits.top_p * mass) | (limits.top_p >= 1)
+    is_in[:, 0] = True
+    chosen = _pick(torch.where(is_in, weights, 0), limits)
+    return chosen, num_first, is_in.sum(dim=1, keepdim=True)
+
+
+def _weights(logits: torch.Tensor, limits: Limits) -> torch.Tensor:
     """exp of the scaled logits; the maximum goes first, so that a tiny temperature gives zeros, not infinities."""
-    temperatures = _column([max(draw.temperature, 1e-6) for draw in draws], logits)
-    return ((logits - logits.amax(dim=1, keepdim=True)) / temperatures).exp()
+    return ((logits - logits.amax(dim=1, keepdim=True)) / limits.temperature.float()).exp()
 
 
-def _pick(weights: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+def _pick(weights: torch.Tensor, limits: Limits) -> torch.Tensor:
     """The place in each row of weights [n, m] where the cumulated weight passes the row's random number."""
     cumulated = weights.cumsum(dim=1, dtype=torch.float64)
-    wanted = _column([draw.uniform for draw in draws], cumulated) * cumulated[:, -1:]
+    wanted = limits.uniform * cumulated[:, -1:]
     return torch.searchsorted(cumulated, wanted, right=True)[:, 0].clamp(max=weights.shape[1] - 1)
-
-
-def _column(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=like.dtype, device=like.device)[:, None]

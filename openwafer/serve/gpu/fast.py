@@ -11,25 +11,36 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from openwafer.errors import UserError
+from openwafer.serve.gpu.interpreted import is_interpreted, mend
 from openwafer.serve.gpu.places import Places, Run
 from openwafer.serve.gpu.plain import Kernels, PlainKernels, product
 from openwafer.serve.gpu.plan import Attention, Project
-from openwafer.serve.gpu.tuning import Tuning
+from openwafer.serve.gpu.sending import sent
+from openwafer.serve.gpu.tuning import Tile, Tuning
 from openwafer.serve.program import Norm, Program
 
 _log = logging.getLogger(__name__)
 
 
-def best_kernels(program: Program) -> Kernels:
+def best_kernels(program: Program, batch_invariant: bool = False) -> Kernels:
     """The fast ones where there is Triton and the heads have a size that they take."""
     size = program.config.head_size
+    missing = None
     if find_spec("triton") is None:
-        _log.warning("Triton is not installed: the model runs in plain PyTorch operations, without graphs and slower")
-        return PlainKernels()
-    if size < 16 or size & (size - 1):
-        _log.warning("heads of size %d are no power of two: plain PyTorch operations, without graphs and slower", size)
-        return PlainKernels()
-    return TritonKernels()
+        missing = "Triton is not installed"
+    elif size < 16 or size & (size - 1):
+        missing = f"heads of size {size} are no power of two"
+    if missing is None and batch_invariant:
+        from openwafer.serve.gpu.invariant import InvariantKernels
+
+        return InvariantKernels(program.config.max_position_embeddings)
+    if missing is None:
+        return TritonKernels()
+    if batch_invariant:
+        raise UserError(f"batch_invariant: {missing}, and PyTorch's own products depend on the batch; use --device cpu")
+    _log.warning("%s: the model runs in plain PyTorch operations, without graphs and slower", missing)
+    return PlainKernels()
 
 
 class TritonKernels(PlainKernels):
@@ -38,6 +49,8 @@ class TritonKernels(PlainKernels):
     def __init__(self, tuning: Tuning | None = None) -> None:
         from openwafer.serve.gpu import attention, gemv, rows
 
+        if is_interpreted():
+            mend()
         # Untyped: the kernels are there only where Triton is.
         self._gemv: Any = gemv.gemv_kernel
         self._skinny: Any = gemv.skinny_kernel
@@ -48,6 +61,8 @@ class TritonKernels(PlainKernels):
         self._merge: Any = attention.merge_kernel
         self._prompt: Any = attention.prompt_kernel
         self.tuning = tuning or Tuning()
+        self._overlaps: dict[torch.device, dict[str, Any]] = {}
+        self._adds_wide = self.tuning.library_adds  # until the library's product says that it cannot add to fp32
         self._tiles: tuple[tuple[Run, ...], torch.Tensor] | None = None  # those of the last batch: all layers share
 
     def norm(self, step: Norm, src: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -64,8 +79,9 @@ class TritonKernels(PlainKernels):
             out.stride(0),
             WIDTH=run,
             CENTRED=step.centred,
-            BLOCK=_power_of_two(run),
+            BLOCK=power_of_two(run),
             num_warps=8 if run > 2048 else 4,
+            **self._overlap(src),
         )
         return out
 
@@ -84,8 +100,22 @@ class TritonKernels(PlainKernels):
     def project_into(self, step: Project, src: torch.Tensor, dst: torch.Tensor) -> None:
         if self._is_small(step, src):
             self._small(step, src, dst, adds=True)
-        else:
+        elif not self._add_product(step, src, dst):
             dst += self.project(step, src, wide=False)
+
+    def _add_product(self, step: Project, src: torch.Tensor, dst: torch.Tensor) -> bool:
+        """The library's product added to fp32 in one kernel, if there is nothing in between and it can do that."""
+        if not (self._adds_wide and src.is_cuda and step.bias is None and step.activation is None):
+            return False
+        if dst.dtype == step.weight.dtype or not dst.is_contiguous():
+            return False
+        rows = src.to(step.weight.dtype) if step.norm is None else self.norm(step.norm, src, step.weight.dtype)
+        try:
+            torch.ops.aten.addmm.dtype_out(dst, rows, step.weight.t(), torch.float32, out=dst)
+        except RuntimeError as error:
+            _log.info("this PyTorch adds no 16-bit products to fp32: %s", error)
+            self._adds_wide = False
+        return self._adds_wide
 
     def rotate_and_store(
         self, step: Attention, qkv: torch.Tensor, places: Places, keys: torch.Tensor, values: torch.Tensor
@@ -106,6 +136,7 @@ class TritonKernels(PlainKernels):
             HALF=attend.head_size // 2,
             BLOCK_SIZE=keys.shape[2],
             num_warps=1,
+            **self._overlap(qkv),
         )
 
     def attend(
@@ -133,8 +164,7 @@ class TritonKernels(PlainKernels):
         attend, num_kv_heads, size = step.attend, keys.shape[1], step.attend.head_size
         num_heads, count = attend.q.width // size, len(places.singles)
         group = num_heads // num_kv_heads
-        wanted = -(-self.tuning.num_programs // (count * num_kv_heads))
-        num_parts = min(32, _power_of_two(wanted))
+        num_parts, part_size = self._parts(count * num_kv_heads)
         num_slots = count * num_heads * num_parts if num_parts > 1 else 1
         parts = torch.empty(num_slots, size, device=qkv.device)
         tops, totals = torch.empty(num_slots, device=qkv.device), torch.empty(num_slots, device=qkv.device)
@@ -155,13 +185,15 @@ class TritonKernels(PlainKernels):
             qkv.stride(0),
             NUM_KV_HEADS=num_kv_heads,
             GROUP=group,
-            BLOCK_G=max(16, _power_of_two(group)),
+            BLOCK_G=max(16, power_of_two(group)),
             HEAD_SIZE=size,
             BLOCK_SIZE=keys.shape[2],
             WINDOW=attend.window or 0,
             PARTS=num_parts,
+            PART_SIZE=part_size,
             BLOCK_N=self.tuning.decode_tokens,
             num_warps=4,
+            **self._overlap(qkv),
         )
         if num_parts > 1:
             self._merge[(count, num_heads)](
@@ -174,7 +206,12 @@ class TritonKernels(PlainKernels):
                 HEAD_SIZE=size,
                 PARTS=num_parts,
                 num_warps=2,
+                **self._overlap(qkv),
             )
+
+    def _parts(self, num_programs: int) -> tuple[int, int]:
+        """Into how many parts each of so many sequences is cut, and their size (0: all alike)."""
+        return min(32, power_of_two(-(-self.tuning.num_programs // num_programs))), 0
 
     def _attend_pieces(
         self,
@@ -189,7 +226,7 @@ class TritonKernels(PlainKernels):
         attend, num_heads = step.attend, step.attend.q.width // step.attend.head_size
         runs = tuple(run for run in places.runs if not self._is_whole(step, run))
         if self._tiles is None or self._tiles[0] != runs:
-            self._tiles = runs, torch.from_numpy(tiles_of(runs, self.tuning.prompt_rows)).to(qkv.device)
+            self._tiles = runs, sent(tiles_of(runs, self.tuning.prompt_rows), qkv.device)
         tiles = self._tiles[1]
         self._prompt[(len(tiles), num_heads)](
             qkv,
@@ -209,6 +246,7 @@ class TritonKernels(PlainKernels):
             BLOCK_M=self.tuning.prompt_rows,
             BLOCK_N=self.tuning.prompt_tokens,
             num_warps=4,
+            **self._overlap(qkv),
         )
 
     def _is_whole(self, step: Attention, run: Run) -> bool:
@@ -231,11 +269,9 @@ class TritonKernels(PlainKernels):
             "KIND": step.activation or "none",
         }
         tile = self.tuning.gemv if num_rows == 1 else self.tuning.skinny
-        num_outputs = tile.num_outputs // 2 if step.gated else tile.num_outputs
-        if num_rows > 1:
-            num_outputs = max(16, num_outputs)  # as the tensor cores want
-        flags |= {"BLOCK_N": num_outputs, "STAGES": tile.num_stages, "num_warps": tile.num_warps}
-        flags["BLOCK_K"] = min(tile.num_inputs, max(16, _power_of_two(num_inputs)))
+        num_outputs, block_k = self._tile(tile, step, num_rows)
+        flags |= {"BLOCK_N": num_outputs, "BLOCK_K": block_k, "STAGES": tile.num_stages, "num_warps": tile.num_warps}
+        flags |= self._overlap(src)
         grid = (-(-step.num_outputs // num_outputs),)
         if num_rows == 1:
             norm = step.norm
@@ -244,16 +280,41 @@ class TritonKernels(PlainKernels):
             return
         rows = src.to(weight.dtype) if step.norm is None else self.norm(step.norm, src, weight.dtype)
         strides = rows.stride(0), out.stride(0)
-        block_m = max(16, _power_of_two(num_rows))
+        block_m = max(16, power_of_two(num_rows))
         self._skinny[grid](rows, weight, bias, out, num_rows, step.num_outputs, *strides, BLOCK_M=block_m, **flags)
+
+    def _tile(self, tile: Tile, step: Project, num_rows: int) -> tuple[int, int]:
+        """Outputs and inputs that a program takes at once; a gated output takes two rows of the weight."""
+        num_outputs, num_inputs = tile.num_outputs, tile.num_inputs
+        if num_rows == 1:
+            # As many as leave work for everybody: each program reads the whole input besides its own weights.
+            while num_outputs > 2 and step.weight.shape[0] < num_outputs * self.tuning.num_programs:
+                num_outputs, num_inputs = num_outputs // 2, min(1024, num_inputs * 2)
+        if step.gated:
+            num_outputs //= 2
+        if num_rows > 1:
+            num_outputs = max(16, num_outputs)  # as the tensor cores want
+        return num_outputs, min(num_inputs, max(16, power_of_two(step.weight.shape[1])))
+
+    def _overlap(self, like: torch.Tensor) -> dict[str, Any]:
+        """How kernels on this device are started; `overlap.py` says what that means."""
+        if like.device not in self._overlaps:
+            is_able = like.is_meta or (
+                like.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(like.device) >= (9, 0)
+            )
+            overlaps = self.tuning.overlaps and is_able
+            self._overlaps[like.device] = {"OVERLAPS": overlaps} | ({"launch_pdl": True} if overlaps else {})
+        return self._overlaps[like.device]
 
     def _activated(self, step: Project, out: torch.Tensor) -> torch.Tensor:
         if not step.gated:
             return self.activate(step, out)
         num_rows, width = out.shape[0], step.num_outputs
         gated = torch.empty(num_rows, width, dtype=out.dtype, device=out.device)
-        block = min(1024, _power_of_two(width))
-        self._gate[(num_rows, -(-width // block))](out, gated, width, KIND=step.activation or "none", BLOCK=block)
+        block = min(1024, power_of_two(width))
+        self._gate[(num_rows, -(-width // block))](
+            out, gated, width, KIND=step.activation or "none", BLOCK=block, **self._overlap(out)
+        )
         return gated
 
 
@@ -280,6 +341,6 @@ def _attend_whole(step: Attention, qkv: torch.Tensor, run: Run, out: torch.Tenso
     out[rows] = found[0].transpose(0, 1).flatten(1)
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """The smallest one that is not less."""
     return 1 << max(0, number - 1).bit_length()

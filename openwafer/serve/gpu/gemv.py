@@ -9,6 +9,8 @@ rows: `skinny_kernel`, on the tensor cores. Every weight is read once, by one pr
 import triton
 import triton.language as tl
 
+from openwafer.serve.gpu.overlap import fetch_early, wait_for_inputs
+
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
@@ -55,14 +57,21 @@ def gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """out [num_outputs] (+)= activated(norm(x [NUM_INPUTS]) @ weight.T + bias); a program has BLOCK_N outputs."""
     EVEN: tl.constexpr = NUM_INPUTS % BLOCK_K == 0
+    LINES: tl.constexpr = BLOCK_K // 64 if BLOCK_K >= 64 else 1
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Programs at the end read the last row again rather than masking every load.
     rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     weights = weight_ptr + rows[:, None] * NUM_INPUTS
     up_weights = weight_ptr + (rows + num_outputs)[:, None] * NUM_INPUTS
+    lines = tl.arange(0, LINES)[None, :] * (BLOCK_K // LINES)
+    fetch_early(weights + lines, OVERLAPS)
+    if GATED:
+        fetch_early(up_weights + lines, OVERLAPS)
+    wait_for_inputs(OVERLAPS)
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -97,7 +106,7 @@ def gemv_kernel(
     tl.store(out_ptr + outputs, y.to(out_ptr.dtype.element_ty), mask=is_mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def skinny_kernel(
     x_ptr,
     weight_ptr,
@@ -116,22 +125,32 @@ def skinny_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """The same for x [num_rows, NUM_INPUTS], num_rows <= BLOCK_M, of the weight's dtype and normed before."""
+    """The same for x [num_rows, NUM_INPUTS] of the weight's dtype, normed before. Grid (outputs, rows).
+
+    The order of a row's sums follows from the tile alone: neither other rows nor their number change its bits.
+    """
     EVEN: tl.constexpr = NUM_INPUTS % BLOCK_K == 0
-    m = tl.arange(0, BLOCK_M)
+    LINES: tl.constexpr = BLOCK_K // 64 if BLOCK_K >= 64 else 1
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = (m < num_rows)[:, None]
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     weights = weight_ptr + rows[:, None] * NUM_INPUTS
     up_weights = weight_ptr + (rows + num_outputs)[:, None] * NUM_INPUTS
-    # Rows that stick out read the first one again; nobody stores what comes of it.
-    inputs = x_ptr + tl.where(m < num_rows, m, 0)[:, None] * x_stride
+    lines = tl.arange(0, LINES)[None, :] * (BLOCK_K // LINES)
+    fetch_early(weights + lines, OVERLAPS)
+    if GATED:
+        fetch_early(up_weights + lines, OVERLAPS)
+    wait_for_inputs(OVERLAPS)
+    inputs = x_ptr + m[:, None] * x_stride
     y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, NUM_INPUTS, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         mask = (k < NUM_INPUTS)[None, :]
-        x = inside(inputs + k[None, :], mask, EVEN)
+        x = tl.load(inputs + k[None, :], mask=is_row & mask, other=0.0)
         w = inside(weights + k[None, :], mask, EVEN)
         y += tl.dot(x, tl.trans(w), input_precision="ieee")
         if GATED:
@@ -144,7 +163,7 @@ def skinny_kernel(
     y = activated(y, KIND)
     if GATED:
         y = y * z
-    is_mine = (m < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    is_mine = is_row & (outputs < num_outputs)[None, :]
     places = out_ptr + m[:, None] * out_stride + outputs[None, :]
     if ADDS:
         y += tl.load(places, mask=is_mine, other=0.0).to(tl.float32)

@@ -31,6 +31,7 @@ class Places:
     positions: torch.Tensor  # [r]
     slots: torch.Tensor  # [r], block * block_size + place in the block
     sequences: torch.Tensor  # [r]
+    follows: torch.Tensor  # [r], as in `Batch`
     singles: torch.Tensor  # [n], rows that are attended one by one
     width: torch.Tensor  # [1], on the device because a recorded graph meets another one each time
     tables: torch.Tensor  # [s * width] or longer
@@ -71,14 +72,17 @@ def packed(
     Returns the number of singles and of all numbers used. `unpacked` reads it on the device.
     """
     count, pitch = len(batch.tokens), _padded(num_rows)
-    heads = out[: 4 * pitch].reshape(4, pitch)
+    heads = out[: 5 * pitch].reshape(5, pitch)
     heads[:] = 0
     heads[2] = spare_slot
     heads[0, :count] = batch.tokens
     heads[1, :count] = batch.positions
     heads[2, :count] = slots_of(batch, block_size)
     heads[3, :count] = batch.sequences
-    at = 4 * pitch
+    heads[4] = -1
+    if batch.follows is not None:
+        heads[4, :count] = batch.follows
+    at = 5 * pitch
     out[at : at + len(singles)] = singles
     at += _padded(len(singles))
     out[at] = batch.tables.shape[1]
@@ -91,14 +95,15 @@ def packed(
 def unpacked(staged: torch.Tensor, num_rows: int, num_singles: int, runs: tuple[Run, ...] = ()) -> Places:
     """Views into what `packed` wrote, on the device."""
     pitch = _padded(num_rows)
-    tokens, positions, slots, sequences = staged[: 4 * pitch].view(4, pitch)[:, :num_rows]
-    at = 4 * pitch + _padded(num_singles)
+    tokens, positions, slots, sequences, follows = staged[: 5 * pitch].view(5, pitch)[:, :num_rows]
+    at = 5 * pitch + _padded(num_singles)
     return Places(
         tokens=tokens,
         positions=positions,
         slots=slots,
         sequences=sequences,
-        singles=staged[4 * pitch : 4 * pitch + num_singles],
+        follows=follows,
+        singles=staged[5 * pitch : 5 * pitch + num_singles],
         width=staged[at : at + 1],
         tables=staged[at + ALIGNMENT :],
         runs=runs,
@@ -107,7 +112,7 @@ def unpacked(staged: torch.Tensor, num_rows: int, num_singles: int, runs: tuple[
 
 def most_numbers(num_rows: int, num_table_entries: int) -> int:
     """The longest that `packed` gets."""
-    return 5 * _padded(num_rows) + ALIGNMENT + num_table_entries
+    return 6 * _padded(num_rows) + ALIGNMENT + num_table_entries
 
 
 def _padded(count: int) -> int:

@@ -5,7 +5,9 @@ launching their 230 kernels one by one takes longer than running them. Steps wit
 """
 
 import bisect
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,11 @@ import torch
 from openwafer.serve.gpu.compute import Values, run_steps
 from openwafer.serve.gpu.drawing import draw_rows
 from openwafer.serve.gpu.graphs import Recorded, record
+from openwafer.serve.gpu.landing import Landing
 from openwafer.serve.gpu.places import SHORT, Places, most_numbers, packed, runs_of, unpacked
 from openwafer.serve.gpu.plain import Kernels, PlainKernels
 from openwafer.serve.gpu.plan import make_plan
+from openwafer.serve.gpu.sending import sent
 from openwafer.serve.program import Program
 from openwafer.serve.runner import Batch, Draw, Drawn
 
@@ -63,6 +67,8 @@ class GpuRunner:
         self._staging = torch.zeros(count, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._staged = torch.zeros(count, dtype=torch.int32, device=device)
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
+        self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)  # that the last batch drew
+        self._launched: deque[Landing] = deque()
         self._graphs: dict[int, Recorded] = {}
         pool = torch.cuda.graph_pool_handle() if sizes else None
         with torch.inference_mode():
@@ -76,21 +82,31 @@ class GpuRunner:
             return logits.cpu().numpy()
 
     def run_and_draw(self, batch: Batch, draws: Sequence[Draw | None]) -> Drawn:
+        self.launch(batch, draws)
+        return self.land()
+
+    def launch(self, batch: Batch, draws: Sequence[Draw | None]) -> None:
         assert len(draws) == len(batch.logit_rows)
         with torch.inference_mode():
             logits, picked = self._compute(batch)
-            shown = [row for row, draw in enumerate(draws) if draw is None]
             chosen = [row for row, draw in enumerate(draws) if draw is not None and draw.temperature > 0]
             if chosen:
-                rows = torch.tensor(chosen, device=self._device)
+                rows = sent(np.array(chosen), self._device)
                 tokens = draw_rows(logits[rows], [draw for row in chosen if (draw := draws[row]) is not None])
                 picked = picked.clone()
                 picked[0, rows] = tokens.int()
-            tokens, tops = picked.cpu().numpy()
-            seen = logits[torch.tensor(shown, device=self._device)].cpu().numpy() if shown else logits[:0].cpu().numpy()
-            return Drawn(tokens=tokens, tops=tops.view(np.float32), logits=seen)
+            self._tokens[: len(draws)] = picked[0]
+            # Rows that the host looks at are sent now: the next batch overwrites them.
+            shown = [row for row, draw in enumerate(draws) if draw is None]
+            seen = logits[sent(np.array(shown), self._device)] if shown else logits[:0]
+            self._launched.append(Landing.begun(picked, seen))
+
+    def land(self) -> Drawn:
+        return self._launched.popleft().drawn()
 
     def close(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # a batch may be under way
         self._graphs.clear()
 
     def _compute(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,14 +122,14 @@ class GpuRunner:
             wanted = batch.logit_rows
             if len(wanted) == num_rows:
                 return logits[:num_rows], picked[:, :num_rows]
-            index = torch.from_numpy(wanted).to(self._device)
+            index = sent(wanted, self._device)
             return logits[index], picked[:, index]
         singles = [np.arange(run.first, run.first + run.count) for run in runs if run.count <= SHORT]
         single_rows = np.concatenate(singles).astype(np.int32) if singles else np.empty(0, np.int32)
         num_singles = self._stage(batch, num_rows, single_rows)
         long_runs = tuple(run for run in runs if run.count > SHORT)
         places = unpacked(self._staged, num_rows, num_singles, long_runs)
-        return self._forward(places, torch.from_numpy(batch.logit_rows).to(self._device))
+        return self._forward(places, sent(batch.logit_rows, self._device))
 
     def _stage(self, batch: Batch, num_rows: int, singles: np.ndarray) -> int:
         """Send a batch's numbers in one copy."""
@@ -126,13 +142,15 @@ class GpuRunner:
         return num_singles
 
     def _forward(self, places: Places, logit_rows: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        places = replace(places, tokens=torch.where(places.follows < 0, places.tokens, self._tokens[places.follows]))
         values = Values(self._widths, self._dtype)
         run_steps(self._plan.body, self._kernels, values, places, self._cache)
         if logit_rows is not None:
+            if not len(logit_rows):  # pieces of prompts only
+                empty = torch.empty(0, self._widths["logits"], device=self._device)
+                return empty, torch.empty(2, 0, dtype=torch.int32, device=self._device)
             values.keep_rows(logit_rows)
         logits = run_steps(self._plan.head, self._kernels, values, places, self._cache).float()
-        if not len(logits):
-            return logits, torch.empty(2, 0, dtype=torch.int32, device=self._device)
         tops, ids = logits.max(dim=1)
         return logits, torch.stack([ids.int(), tops.view(torch.int32)])
 

@@ -10,17 +10,19 @@ class Tile:
     num_outputs: int  # gated layers take half: each output reads two rows of the weight
     num_inputs: int
     num_warps: int
-    num_stages: int  # tiles read ahead; 1: the compiler's order
+    num_stages: int  # tiles under way at once; 1: the compiler's order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
     """Chosen for a GPU with about 130 multiprocessors; `bench/decode_gpu.py --parts tune` tries others."""
 
-    gemv: Tile = field(default_factory=lambda: Tile(num_outputs=8, num_inputs=1024, num_warps=4, num_stages=1))
+    gemv: Tile = field(default_factory=lambda: Tile(num_outputs=32, num_inputs=256, num_warps=4, num_stages=4))
     skinny: Tile = field(default_factory=lambda: Tile(num_outputs=32, num_inputs=128, num_warps=4, num_stages=4))
     skinny_rows: int = 16  # more rows go to the library's matrix products
-    num_programs: int = 264  # that decoding attention should have at least: two for each multiprocessor
+    num_programs: int = 250  # that a kernel should have at least: two for most multiprocessors
+    library_adds: bool = True  # the library's products add to fp32 themselves, where they can
+    overlaps: bool = True  # kernels start before the last one ends, where the GPU can do that
     decode_tokens: int = 32  # keys that decoding attention takes at once
     prompt_rows: int = 64
     prompt_tokens: int = 64

@@ -1,6 +1,7 @@
 """Tokens drawn for many rows at once are those that the host draws row by row."""
 
 import numpy as np
+import pytest
 import torch
 
 from openwafer.serve.core import Sampling
@@ -17,10 +18,13 @@ KINDS = (
     {"temperature": 2.0, "top_k": 20, "top_p": 0.5, "min_p": 0.01},
     {"temperature": 1e-9, "top_p": 0.5},
     {"temperature": 1.0, "top_k": 1000},
+    {"temperature": 3.0, "min_p": 0.001, "top_p": 0.7},
 )
 
 
-def test_rows_of_all_kinds() -> None:
+@pytest.mark.parametrize("num_likely", [4, 64, 300])
+def test_rows_of_all_kinds(num_likely: int) -> None:
+    """With likely tokens that are never, mostly and always enough."""
     rng = np.random.default_rng(0)
     samplings = [Sampling(max_tokens=1, **kind) for kind in KINDS] * 25
     logits = rng.normal(0, 3, (len(samplings), 300)).astype(np.float32)
@@ -30,5 +34,15 @@ def test_rows_of_all_kinds() -> None:
         for row, s in enumerate(samplings)
     ]
     expected = [draw(values, s, row, 4, {}) for row, (values, s) in enumerate(zip(logits, samplings, strict=True))]
-    assert draw_rows(torch.from_numpy(logits), draws).tolist() == expected
+    assert draw_rows(torch.from_numpy(logits), draws, num_likely).tolist() == expected
     assert len(set(expected)) > 20
+
+
+def test_equal_weights_beyond_the_likely_ones_are_found() -> None:
+    """Forty equal tokens, of which topk may return any eight: the host takes them by their ids."""
+    logits = np.full((20, 100), -50, np.float32)
+    logits[:, 30:70] = 1
+    samplings = [Sampling(max_tokens=1, temperature=1.0, top_p=0.5)] * len(logits)
+    draws = [Draw(temperature=1.0, top_k=None, top_p=0.5, min_p=0.0, uniform=uniform(row, 0)) for row in range(20)]
+    expected = [draw(values, s, row, 0, {}) for row, (values, s) in enumerate(zip(logits, samplings, strict=True))]
+    assert draw_rows(torch.from_numpy(logits), draws, 8).tolist() == expected
