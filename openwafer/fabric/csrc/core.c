@@ -123,8 +123,10 @@ static i32 execute(Engine *e, u32 pe, Pe *p, const i32 *row, i32 now, i32 t) {
 void step_pe(Engine *e, u32 pe, i32 t) {
     Pe *p = e->pes + pe;
     if (p->program < 0) return;
-    for (u32 thread = 0; thread < NUM_THREADS; thread++)
-        if (p->threads[thread] != NIL && e->operations[p->threads[thread]].done_at == t) complete(e, p, thread, t);
+    for (u32 rest = p->finished; rest; rest &= rest - 1) {
+        u32 thread = (u32)__builtin_ctz(rest);
+        if (e->operations[p->threads[thread]].done_at == t) complete(e, p, thread, t);
+    }
     if (p->ready_at == READY_NONE && p->pc < 0) p->ready_at = t; /* idle: look for a task */
     if (p->ready_at != t) return;
     const Program *program = e->programs + p->program;

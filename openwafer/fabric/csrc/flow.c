@@ -19,7 +19,7 @@ static void begin_run(Engine *e, u32 id, Node *node, i32 t) {
         int direction = __builtin_ctz(rest);
         u32 target = target_of(e, node, direction);
         /* The other thread must find words that depend on nothing of this band; now it waits. */
-        if (node->border && owner(e, node->pe) != owner(e, e->nodes[target].pe)) keep_words(e, run.stream);
+        if (node->border && owner(e, id) != owner(e, target)) keep_words(e, run.stream);
         feed_open(e, target, id, run.stream, run.offset + (u32)node->taken, t + latency(e, direction), t);
     }
     if (run.count != OPEN) schedule(e, id, t + run.count - node->taken);
@@ -34,22 +34,21 @@ static void end_run(Engine *e, Node *node, i32 t) {
     i32 fired = t - node->fire_start;
     for (u32 rest = node->links; rest; rest &= rest - 1)
         feed_close(e, target_of(e, node, __builtin_ctz(rest)), fired, t);
-    node->fired += (u32)fired;
     if (node->kind == NODE_ROUTER) {
         e->link_words += (i64)fired * __builtin_popcount(node->links & 15);
-        e->pes[node->pe].hops += (u32)fired;
+        e->sites[node->pe].hops += (u32)fired;
     }
 }
 
 static void stop_node(Engine *e, u32 id, Node *node, i32 t) {
-    Pe *p = e->pes + node->pe;
+    Site *p = e->sites + node->pe;
     end_run(e, node, t);
     settle(node, t);
     node->firing = 0;
-    p->links &= (u8)~node->links;
+    p->links &= ~(u32)node->links;
     if (node->fed) schedule(e, node->feeder, t + node->capacity - occupied_at(node, t));
     if (t - 1 > e->last_event) e->last_event = t - 1;
-    add_starter(e, id);
+    if (node->head != NIL) add_starter(e, id);
     if (!node->shared) return;
     u32 *waiting = node->kind == NODE_ROUTER ? &p->waiting_routers : &p->waiting_outputs;
     for (; *waiting; *waiting &= *waiting - 1)
@@ -91,7 +90,7 @@ static void start_node(Engine *e, u32 id, i32 t) {
         schedule(e, id, arrives);
         return;
     }
-    Pe *p = e->pes + node->pe;
+    Site *p = e->sites + node->pe;
     u8 links = wanted_links(e, node, t);
     if (p->links & links) {
         u32 *waiting = node->kind == NODE_ROUTER ? &p->waiting_routers : &p->waiting_outputs;
@@ -133,9 +132,12 @@ static int by_turn(const void *left, const void *right) {
     return a->id < b->id ? -1 : a->id > b->id;
 }
 
-static void stop_some(Engine *e, const u32 *ids, u32 count, i32 t) {
-    for (u32 i = 0; i < count && !e->fault; i++) {
-        u32 id = ids[i];
+/* First half of a cycle: movers that fire and cannot go on stop; the others are remembered as starters. */
+void stop_movers(Engine *e, i32 t) {
+    e->num_starters = e->num_candidates = e->num_border = e->num_border_starters = 0;
+    for (u32 i = 0; i < e->num_present && !e->fault; i++) {
+        u32 id = e->present[i];
+        look_ahead(e, e->present, e->num_present, i);
         if ((id & ID_KIND) == ID_PE) {
             e->ready_pes = grow(e, e->ready_pes, &e->room_ready, e->num_ready + 1, sizeof(u32));
             e->ready_pes[e->num_ready++] = id & ID_INDEX;
@@ -148,12 +150,6 @@ static void stop_some(Engine *e, const u32 *ids, u32 count, i32 t) {
         } else if (e->nodes[id].firing) continue_node(e, id, t);
         else add_starter(e, id);
     }
-}
-
-/* First half of a cycle: movers that fire and cannot go on stop; the others are remembered as starters. */
-void stop_movers(Engine *e, const Chunk *events, i32 t) {
-    e->num_starters = e->num_candidates = e->num_border = e->num_border_starters = 0;
-    for (; events; events = events->next) stop_some(e, events->ids, events->count, t);
 }
 
 void stop_border(Engine *e, i32 t) {
@@ -173,6 +169,7 @@ static void start_in_turn(Engine *e, Candidate *candidates, u32 count, i32 t) {
 void start_movers(Engine *e, i32 t) {
     for (u32 i = 0; i < e->num_starters && !e->fault; i++) {
         u32 id = e->starters[i];
+        look_ahead(e, e->starters, e->num_starters, i);
         if (id & ID_OPERATION) start_operation(e, id, t);
         else start_node(e, id, t);
     }

@@ -4,7 +4,7 @@
 static u32 below(u32 mask, u32 colour) { return (u32)__builtin_popcount(mask & ((1u << colour) - 1)); }
 
 u32 node_of(const Engine *e, u32 pe, u32 kind, u32 colour) {
-    const Pe *p = e->pes + pe;
+    const Site *p = e->sites + pe;
     if (kind == NODE_ROUTER) return p->first_node + below(p->routers, colour);
     u32 outputs = p->first_node + (u32)__builtin_popcount(p->routers);
     if (kind == NODE_OUTPUT) return outputs + below(p->outputs, colour);
@@ -86,7 +86,7 @@ int target_free(Engine *e, u32 id, Node *target, int side, i32 t) {
     }
     i32 room = target->capacity - occupied_at(target, t);
     if (room > 0) return 1;
-    if (target->firing || target->advance_at) schedule(e, id, t + 1);
+    if (target->firing || (target->kind == NODE_ROUTER && target->advance_at)) schedule(e, id, t + 1);
     target->blocked |= (u8)(1 << side);
     return 0;
 }
@@ -121,7 +121,7 @@ static int extend_run(Engine *e, Node *node, const Stream *stream, u32 offset, i
 
 void feed_open(Engine *e, u32 index, u32 feeder, Stream *stream, u32 offset, i32 arrives, i32 t) {
     Node *node = e->nodes + index;
-    e = owner(e, node->pe);
+    e = owner(e, index);
     if (node->fed) {
         fail(e, FAULT_COLLISION, node->pe, t, node->colour);
         return;
@@ -156,7 +156,7 @@ void feed_open(Engine *e, u32 index, u32 feeder, Stream *stream, u32 offset, i32
 
 void feed_close(Engine *e, u32 index, i32 count, i32 t) {
     Node *node = e->nodes + index;
-    e = owner(e, node->pe);
+    e = owner(e, index);
     settle(node, t);
     node->fed = 0;
     Run *run = e->runs + node->tail;
@@ -166,7 +166,7 @@ void feed_close(Engine *e, u32 index, i32 count, i32 t) {
     if (node->firing) {
         i32 end = node->fire_start + count - node->taken;
         /* An instruction that ends by itself then is evaluated anyway. */
-        int known = node->kind == NODE_INPUT && node->fire_start + e->operations[node->operation].remaining <= end;
+        int known = node->kind == NODE_INPUT && node->drained_at <= end;
         if (!known) schedule(e, drainer(index, node), end);
     }
     else if (node->taken == count) pop_run(e, node);

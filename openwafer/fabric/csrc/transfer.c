@@ -2,12 +2,12 @@
 #include "engine.h"
 
 static void add_piece(Engine *e, Operation *op, Run piece) {
-    Run *last = op->pieces + op->num_pieces - 1;
-    if (op->num_pieces && last->stream == piece.stream && last->offset + (u32)last->count == piece.offset) return;
-    op->pieces = grow(e, op->pieces, &op->room_pieces, op->num_pieces + 1, sizeof(Run));
+    Run *last = op->num_pieces ? piece_of(op, op->num_pieces - 1) : NULL;
+    if (last && last->stream == piece.stream && last->offset + (u32)last->count == piece.offset) return;
+    op->pieces = grow(e, op->pieces, &op->room_pieces, op->num_pieces, sizeof(Run));
     retain(piece.stream);
     piece.count = 0;
-    op->pieces[op->num_pieces++] = piece;
+    *piece_of(op, op->num_pieces++) = piece;
 }
 
 /* The stream that the words from the head run of the input turn into, and where in it they begin. */
@@ -34,6 +34,7 @@ static void begin_operation(Engine *e, u32 id, Operation *op, i32 t) {
         Node *node = e->nodes + op->input;
         Run run = e->runs[node->head];
         node->fire_start = t;
+        node->drained_at = t + op->remaining;
         if (run.count != OPEN && run.count - node->taken < op->remaining) schedule(e, id, t + run.count - node->taken);
         if (op->output == NIL) {
             run.offset += (u32)node->taken;
@@ -52,8 +53,7 @@ static void end_operation(Engine *e, Operation *op, i32 t) {
     if (op->input != NIL) {
         Node *node = e->nodes + op->input;
         node->taken += fired;
-        node->fired += (u32)fired;
-        if (op->output == NIL) op->pieces[op->num_pieces - 1].count += fired;
+        if (op->output == NIL) piece_of(op, op->num_pieces - 1)->count += fired;
         const Run *run = e->runs + node->head;
         if (run->count != OPEN && run->count == node->taken) pop_run(e, node);
     }
@@ -75,6 +75,7 @@ static void stop_operation(Engine *e, u32 id, Operation *op, i32 t) {
         return;
     }
     op->done_at = t;
+    e->pes[op->pe].finished |= (u16)(1 << op->thread);
     e->ready_pes = grow(e, e->ready_pes, &e->room_ready, e->num_ready + 1, sizeof(u32));
     e->ready_pes[e->num_ready++] = op->pe;
 }
@@ -107,6 +108,7 @@ void start_operation(Engine *e, u32 id, i32 t) {
     if (op->firing || op->remaining == 0 || op->pe == NIL) return;
     Node *input = op->input == NIL ? NULL : e->nodes + op->input;
     if (t < op->start) { /* woken by a word that arrived early */
+        if (op->waits_since >= 0) schedule(e, id, op->start);
         if (input) schedule_fill(e, input, t);
         return;
     }
