@@ -77,10 +77,24 @@ static i32 choose(Engine *e, u32 pe, Pe *p, i32 t) {
     return -1;
 }
 
+/* Instructions over registers and the program counter. */
+#define BIT(op) (1ull << (op))
+static const u64 PLAIN = BIT(OP_SET) | BIT(OP_IADD) | BIT(OP_IMUL) | BIT(OP_FADD) | BIT(OP_FMUL) | BIT(OP_FMAX) |
+                         BIT(OP_UNPACK) | BIT(OP_LOOP) | BIT(OP_ENDLOOP) | BIT(OP_BRANCH) | BIT(OP_ACTIVATE) |
+                         BIT(OP_BLOCK) | BIT(OP_UNBLOCK) | BIT(OP_ILT) | BIT(OP_IEQ);
+
 /* One instruction at local time `now`; returns its cycles, or -1 if it has to wait for its own cycle or is issued. */
 static i32 execute(Engine *e, u32 pe, Pe *p, const i32 *row, i32 now, i32 t) {
     int overlaps;
-    i32 op = row[F_OP], length = op <= OP_CONTROL ? length_of(e, pe, row) : row[F_LENGTH];
+    i32 op = row[F_OP];
+    if (PLAIN >> op & 1 && !p->registers_pending) { /* registers only: nothing can go wrong and nobody can interfere */
+        p->last_event = now;
+        p->pc++;
+        i32 cycles = scalar_step(e, pe, p, row);
+        p->busy += cycles;
+        return cycles;
+    }
+    i32 length = op <= OP_CONTROL ? length_of(e, pe, row) : row[F_LENGTH];
     int fabric = row[F_DST] == KIND_FABRIC || row[F_A] == KIND_FABRIC || row[F_B] == KIND_FABRIC;
     int inside = check_operands(e, pe, row, length, &overlaps) && length <= MAX_LENGTH;
     int waits = op == OP_WAIT && p->threads[row[F_IMM]] != NIL;

@@ -300,6 +300,7 @@ static void free_band(Engine *e) {
         free(op->pieces);
     }
     free_events(e);
+    for (int i = 0; i < MAX_COLOURS; i++) free(e->fresh[i].ids);
     for (int i = 0; i < 3; i++) free(e->scratch[i]);
     free(e->runs), free(e->operations), free(e->candidates), free(e->border), free(e->border_starters);
     free(e->starters), free(e->ready_pes), free(e->spans), free(e);

@@ -19,7 +19,8 @@ typedef int16_t i16;
 typedef int32_t i32;
 typedef int64_t i64;
 
-enum { INSTRUCTION_WORDS = 24, NUM_THREADS = 9, MAIN_THREAD = 8, MAX_POSITIONS = 4, MAX_LENGTH = 48 * 1024 };
+enum { INSTRUCTION_WORDS = 24, NUM_THREADS = 9, MAIN_THREAD = 8, MAX_POSITIONS = 4, MAX_LENGTH = 48 * 1024,
+       MAX_COLOURS = 32 };
 enum { NORTH, EAST, SOUTH, WEST, RAMP, RAMP_IN };
 enum { NODE_ROUTER, NODE_OUTPUT, NODE_INPUT };
 enum { KIND_NONE, KIND_MEM, KIND_FABRIC, KIND_REG };
@@ -166,6 +167,10 @@ typedef struct {
     u32 colour, id;
 } Candidate;
 
+typedef struct {
+    u32 *ids, count, room;
+} Ids;
+
 /* One band of rows of the mesh, worked on by one thread. What lies in arrays of nodes and PEs is shared; queues of
  * events, runs and operations belong to a band. Threads work apart on everything but the routers of the two rows at
  * the border; those are left to thread 0, between barriers. */
@@ -199,7 +204,8 @@ typedef struct Engine {
     u64 *heap;                /* events beyond the wheel: time << 32 | id */
     u32 heap_count, heap_room;
     i32 now, max_cycles;
-    Candidate *candidates;    /* starters that share links; later in the order of their turn */
+    Ids fresh[MAX_COLOURS];   /* starters that share links and have not waited yet */
+    Candidate *candidates;    /* and those that have */
     u32 num_candidates, room_candidates;
     u32 *starters;
     u32 num_starters, room_starters;
@@ -258,6 +264,7 @@ u32 read_word(Engine *e, Stream *stream, u32 index);
 /* transfer.c */
 void continue_operation(Engine *e, u32 id, i32 t);
 void start_operation(Engine *e, u32 id, i32 t);
+int receive_at(Engine *e, Node *node, i32 arrives, i32 t);
 /* flow.c */
 void stop_movers(Engine *e, i32 t);
 void stop_border(Engine *e, i32 t);

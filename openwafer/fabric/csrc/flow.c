@@ -40,7 +40,7 @@ static void end_run(Engine *e, Node *node, i32 t) {
     }
 }
 
-static void stop_node(Engine *e, u32 id, Node *node, i32 t) {
+static void stop_node(Engine *e, u32 id, Node *node, int may_start, i32 t) {
     Site *p = e->sites + node->pe;
     end_run(e, node, t);
     settle(node, t);
@@ -48,7 +48,7 @@ static void stop_node(Engine *e, u32 id, Node *node, i32 t) {
     p->links &= ~(u32)node->links;
     if (node->fed) schedule(e, node->feeder, t + node->capacity - occupied_at(node, t));
     if (t - 1 > e->last_event) e->last_event = t - 1;
-    if (node->head != NIL) add_starter(e, id);
+    if (may_start && node->head != NIL) add_starter(e, id);
     if (!node->shared) return;
     u32 *waiting = node->kind == NODE_ROUTER ? &p->waiting_routers : &p->waiting_outputs;
     for (; *waiting; *waiting &= *waiting - 1)
@@ -67,10 +67,15 @@ static void continue_node(Engine *e, u32 id, i32 t) {
             begin_run(e, id, node, t);
             return;
         }
-        stop_node(e, id, node, t);
-    } else if (wanted_links(e, node, t) != node->links || !targets_free(e, id, node, node->links, t)) {
-        stop_node(e, id, node, t);
+        stop_node(e, id, node, 1, t);
+    } else if (wanted_links(e, node, t) != node->links) {
+        stop_node(e, id, node, 1, t);
         node->taken = taken;
+    } else if (!targets_free(e, id, node, node->links, t)) {
+        stop_node(e, id, node, 0, t); /* it would find the same targets full again in this cycle */
+        node->taken = taken;
+        node->waits_since = t;
+        node->cause = WAIT_ROOM;
     } else
         for (u32 rest = node->links; rest; rest &= rest - 1)
             schedule_full(e, id, e->nodes + target_of(e, node, __builtin_ctz(rest)), t);
@@ -135,6 +140,7 @@ static int by_turn(const void *left, const void *right) {
 /* First half of a cycle: movers that fire and cannot go on stop; the others are remembered as starters. */
 void stop_movers(Engine *e, i32 t) {
     e->num_starters = e->num_candidates = e->num_border = e->num_border_starters = 0;
+    for (u32 colour = 0; colour < MAX_COLOURS; colour++) e->fresh[colour].count = 0;
     for (u32 i = 0; i < e->num_present && !e->fault; i++) {
         u32 id = e->present[i];
         look_ahead(e, e->present, e->num_present, i);
@@ -165,6 +171,19 @@ static void start_in_turn(Engine *e, Candidate *candidates, u32 count, i32 t) {
     for (u32 i = 0; i < count && !e->fault; i++) start_node(e, candidates[i].id, t);
 }
 
+/* Those that have waited, in the order of their turn; then those that begin to wait now, colour by colour. Order only
+ * matters among the colours of one router, so there is nothing more to sort. */
+static void start_candidates(Engine *e, i32 t) {
+    start_in_turn(e, e->candidates, e->num_candidates, t);
+    for (u32 colour = 0; colour < MAX_COLOURS; colour++) {
+        const Ids *fresh = e->fresh + colour;
+        for (u32 i = 0; i < fresh->count && !e->fault; i++) {
+            look_ahead(e, fresh->ids, fresh->count, i);
+            start_node(e, fresh->ids[i], t);
+        }
+    }
+}
+
 /* Second half: whoever can, starts; those that share links in the order of their turn. */
 void start_movers(Engine *e, i32 t) {
     for (u32 i = 0; i < e->num_starters && !e->fault; i++) {
@@ -173,7 +192,7 @@ void start_movers(Engine *e, i32 t) {
         if (id & ID_OPERATION) start_operation(e, id, t);
         else start_node(e, id, t);
     }
-    start_in_turn(e, e->candidates, e->num_candidates, t);
+    start_candidates(e, t);
 }
 
 void start_border(Engine *e, i32 t) { start_in_turn(e, e->border_starters, e->num_border_starters, t); }

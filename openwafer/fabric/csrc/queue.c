@@ -139,8 +139,9 @@ void feed_open(Engine *e, u32 index, u32 feeder, Stream *stream, u32 offset, i32
     e->runs[run] = (Run){stream, offset, NIL, arrives, OPEN};
     int woken = 0; /* the drainer will be evaluated when the run arrives, and schedules the fill if it cannot start */
     if (node->head == NIL) {
-        node->head = run;
+        node->head = node->tail = run;
         node->taken = 0;
+        if (receive_at(e, node, arrives, t)) return;
         woken = arrives < t + node->capacity - occupied_at(node, t);
         if (node->kind != NODE_INPUT) schedule(e, index, arrives);
         else {
@@ -196,9 +197,14 @@ void add_starter(Engine *e, u32 id) {
     }
     if (!(id & ID_KIND) && e->nodes[id].shared) {
         const Node *node = e->nodes + id;
+        if (node->waits_since < 0) {
+            Ids *fresh = e->fresh + node->colour;
+            fresh->ids = grow(e, fresh->ids, &fresh->room, fresh->count + 1, sizeof(u32));
+            fresh->ids[fresh->count++] = id;
+            return;
+        }
         e->candidates = grow(e, e->candidates, &e->room_candidates, e->num_candidates + 1, sizeof(Candidate));
-        i32 since = node->waits_since >= 0 ? node->waits_since : e->now;
-        e->candidates[e->num_candidates++] = (Candidate){since, node->colour, id};
+        e->candidates[e->num_candidates++] = (Candidate){node->waits_since, node->colour, id};
         return;
     }
     e->starters = grow(e, e->starters, &e->room_starters, e->num_starters + 1, sizeof(u32));

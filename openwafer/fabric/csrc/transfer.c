@@ -60,7 +60,8 @@ static void end_operation(Engine *e, Operation *op, i32 t) {
     if (op->output != NIL) feed_close(e, op->output, fired, t);
 }
 
-static void stop_operation(Engine *e, u32 id, Operation *op, i32 t) {
+/* `cause`: why it cannot start again in this cycle, if that is known. */
+static void stop_operation(Engine *e, u32 id, Operation *op, u8 cause, i32 t) {
     end_operation(e, op, t);
     op->firing = 0;
     if (op->input != NIL) {
@@ -71,7 +72,8 @@ static void stop_operation(Engine *e, u32 id, Operation *op, i32 t) {
     }
     if (t - 1 > e->last_event) e->last_event = t - 1;
     if (op->remaining) {
-        add_starter(e, id);
+        if (cause == WAIT_NONE) add_starter(e, id);
+        else op->waits_since = t, op->cause = cause;
         return;
     }
     op->done_at = t;
@@ -83,8 +85,12 @@ static void stop_operation(Engine *e, u32 id, Operation *op, i32 t) {
 void continue_operation(Engine *e, u32 id, i32 t) {
     Operation *op = e->operations + (id & ID_INDEX);
     i32 fired = t - op->fire_start;
-    if (op->remaining == fired || (op->output != NIL && !target_free(e, id, e->nodes + op->output, RAMP, t))) {
-        stop_operation(e, id, op, t);
+    if (op->remaining == fired) {
+        stop_operation(e, id, op, WAIT_NONE, t);
+        return;
+    }
+    if (op->output != NIL && !target_free(e, id, e->nodes + op->output, RAMP, t)) {
+        stop_operation(e, id, op, WAIT_ROOM, t);
         return;
     }
     if (op->input != NIL) {
@@ -92,7 +98,7 @@ void continue_operation(Engine *e, u32 id, i32 t) {
         const Run *run = e->runs + node->head;
         if (run->count != OPEN && node->taken + fired == run->count) {
             if (run->next == NIL || e->runs[run->next].arrives > t) {
-                stop_operation(e, id, op, t);
+                stop_operation(e, id, op, WAIT_NONE, t);
             } else {
                 end_operation(e, op, t);
                 begin_operation(e, id, op, t);
@@ -136,4 +142,20 @@ void start_operation(Engine *e, u32 id, i32 t) {
         wake_feeders(e, input, t + 1);
     }
     begin_operation(e, id, op, t);
+}
+
+/* The first words for an instruction that waits and only writes memory or a register: it is certain now, in cycle t,
+ * that it takes them as they arrive, which saves an event of its own. Until they arrive the words on their way count
+ * as if they were being drained already; nobody else looks at this queue. */
+int receive_at(Engine *e, Node *node, i32 arrives, i32 t) {
+    if (node->kind != NODE_INPUT || node->operation == NIL || node->blocked) return 0;
+    Operation *op = e->operations + node->operation;
+    if (op->output != NIL || op->firing || op->remaining == 0 || op->start > arrives || op->waits_since < 0) return 0;
+    e->stalls[op->cause] += arrives - op->waits_since;
+    op->waits_since = -1;
+    op->firing = 1;
+    node->firing = 1;
+    node->occupied = (i16)(node->occupied + arrives - t);
+    begin_operation(e, ID_OPERATION | node->operation, op, arrives);
+    return 1;
 }
