@@ -28,6 +28,7 @@ class _Program(ctypes.Structure):
         ("tasks", _pointer),
         ("input_words", _pointer),
         ("output_words", _pointer),
+        ("next_tile", _pointer),
     )
 
 
@@ -62,6 +63,15 @@ def _suitable_threads(num_pes: int) -> int:
     """
     idle = (os.cpu_count() or 1) - os.getloadavg()[0]
     return 2 if num_pes >= PES_FOR_TWO_THREADS and idle >= 1 else 1
+
+
+def _next_tile(code: np.ndarray) -> np.ndarray:
+    """For each instruction the index of the next TILE from there on, or -1."""
+    next_tile, last = np.full(len(code) + 1, -1, np.int32), -1
+    for index in reversed(range(len(code))):
+        last = index if code[index, Field.OP] == Op.TILE else last
+        next_tile[index] = last
+    return next_tile
 
 
 class EngineMachine:
@@ -149,8 +159,9 @@ class EngineMachine:
         for index, words in enumerate((program.inputs, program.outputs)):
             for colour, size in words.items():
                 queues[index, colour] = size
-        self._keep += [program.code, tasks, queues]
+        next_tile = _next_tile(program.code)
+        self._keep += [program.code, tasks, queues, next_tile]
         return _Program(
             program.code.ctypes.data, len(program.code), len(tasks), program.memory_bytes, tasks.ctypes.data,
-            queues[0].ctypes.data, queues[1].ctypes.data,
+            queues[0].ctypes.data, queues[1].ctypes.data, next_tile.ctypes.data,
         )  # fmt: skip

@@ -286,6 +286,8 @@ Engine *engine_new(i32 width, i32 height, const Costs *costs, Program *programs,
         mark_shared(e, e->sites + pe);
     }
     if (!split_bands(e, num_bands)) return NULL;
+    for (u32 i = 0; i < e->num_bands; i++) /* only pages that are used take memory */
+        if (!(e->bands[i]->operations = new_records(sizeof(Operation), (size_t)e->num_pes * NUM_THREADS))) return NULL;
     for (i32 pe = 0; pe < e->num_pes; pe++)
         if (program_of[pe] >= 0) schedule(owner_of_pe(e, (u32)pe), ID_PE | (u32)pe, 0);
     return e;

@@ -104,8 +104,8 @@ typedef struct {
     u32 num_pieces, room_pieces;
     Stream *operand;          /* as it was at issue: lent memory, or elements as fp32 or int32 */
     Run *pieces;              /* the second and later pieces */
-    u32 next_free, unused;
-} Operation;
+    u32 next_free;
+} __attribute__((aligned(128))) Operation;
 
 /* The router of a PE: where its nodes are, and its links. Apart from the core, because neighbours look here. */
 typedef struct {
@@ -135,6 +135,7 @@ typedef struct {
     i32 num_instructions, num_tasks, memory_bytes;
     const i32 *tasks;         /* num_tasks x (entry, colour or -1, register, start) */
     const i32 *input_words, *output_words; /* 24 capacities, 0: not bound */
+    const i32 *next_tile;     /* per instruction: the next TILE from there on, or -1 */
 } Program;
 
 /* Filled by engine.py; the order is the contract. */
@@ -195,7 +196,7 @@ typedef struct Engine {
     Run *runs;
     u32 num_runs, room_runs, free_run;
     Operation *operations;
-    u32 num_operations, room_operations, free_operation;
+    u32 num_operations, free_operation;
     Bucket wheel[WHEEL];
     Chunk *free_chunk;
     u64 occupied[WHEEL / 64];

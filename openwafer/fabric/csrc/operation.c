@@ -108,8 +108,7 @@ static u32 new_operation(Engine *e) {
     u32 index = e->free_operation;
     if (index != NIL) e->free_operation = e->operations[index].next_free;
     else {
-        e->operations = grow(e, e->operations, &e->room_operations, e->num_operations + 1, sizeof(Operation));
-        index = e->num_operations++;
+        index = e->num_operations++; /* there is room for all threads of all PEs */
         memset(e->operations + index, 0, sizeof(Operation));
     }
     return index;
