@@ -144,11 +144,12 @@ class EngineMachine:
     def _costs(self) -> np.ndarray:
         """In the order of `Costs` in engine.h."""
         wafer, c = self.layout.wafer, self.layout.wafer.costs
+        write_buffer = -1 if c.write_buffer_16 is None else c.write_buffer_16
         values = [
-            c.vector_startup, c.vector_minimum, c.vector_overlap, c.group_cycles_16, c.simd_16, c.fabric_startup,
-            c.task_start, c.scalar, c.divide, wafer.ramp_cycles, wafer.router_queue_words, wafer.num_banks,
-            wafer.bank_bytes, wafer.num_registers, c.loop_inner, c.loop_outer,
-            wafer.hop_cycles, c.forward_latency,
+            c.vector_startup, c.vector_minimum, c.vector_overlap, c.group_cycles_16, c.simd_16, write_buffer,
+            c.fabric_startup, c.task_start, c.scalar, c.divide, wafer.ramp_cycles, wafer.router_queue_words,
+            wafer.num_banks, wafer.bank_bytes, wafer.num_registers, c.loop_inner, c.loop_outer, wafer.hop_cycles,
+            c.forward_latency,
         ]  # fmt: skip
         return np.array(values, np.int32)
 
