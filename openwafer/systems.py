@@ -92,9 +92,9 @@ _WSE2_COSTS = InstructionCosts(
     reroute=65,
 )
 # Multiply-accumulates of WSE-3: max(5, 2 * groups - 1) cycles apart, 40 cycles per outer step. Vectors of 60 and 120
-# elements take longer than that; a buffer of four groups in front of the single-ported banks fits both. The forward latency
-# and the 2 cycles per hop below solve the slopes over P of two measured kernels, the fabric start-up their offset
-# (facts.md).
+# elements take longer than that; a buffer of four groups in front of the single-ported banks fits both. The forward
+# latency and the 2 cycles per hop below solve the slopes over P of two measured kernels, the fabric start-up their
+# offset (facts.md).
 _WSE3_COSTS = InstructionCosts(
     vector_startup=0,
     vector_minimum=5,

@@ -140,8 +140,8 @@ typedef struct {
 
 /* Filled by engine.py; the order is the contract. */
 typedef struct {
-    i32 vector_startup, vector_minimum, vector_overlap, group_cycles_16, simd_16, write_buffer_16, fabric_startup, task_start, scalar,
-        divide;
+    i32 vector_startup, vector_minimum, vector_overlap, group_cycles_16, simd_16, write_buffer_16, fabric_startup,
+        task_start, scalar, divide;
     i32 ramp_cycles, router_words, num_banks, bank_bytes, num_registers, loop_inner, loop_outer,
         hop_cycles, forward_latency;
 } Costs;

@@ -29,7 +29,7 @@ class Sizes(Protocol):
 
 
 def random_layer(sizes: Sizes, seed: int) -> Layer:
-    """fp16; `keys` and `values` are the cache [context - 1, kv_heads * head size], keys with their positions in them."""
+    """In fp16. `keys` (already rotated) and `values` are the cache: [context - 1, kv_heads * head size]."""
     rng = np.random.default_rng(seed)
     width, ffn, head = sizes.width, sizes.feed_forward, sizes.width // sizes.heads
     kv, cached = head * sizes.kv_heads, sizes.context - 1
