@@ -3,7 +3,7 @@
 #include "engine.h"
 
 enum { FIRST = 32, SECOND = 24, THIRD = 16, FOURTH = 8 }; /* events ahead */
-enum { MAX_ASKED = 1024 };                                /* bytes of a tile product's operands */
+enum { MAX_ASKED = 1024, MAX_QUEUES = 6 };                /* bytes of a tile product's operands; instructions */
 
 /* The empty assembly keeps the compiler from taking functions that only ask for functions that do nothing. */
 static void ask(const void *address) {
@@ -11,7 +11,7 @@ static void ask(const void *address) {
     __asm__ volatile("");
 }
 
-static void ask_lines(const void *address, size_t size) {
+void ask_record(const void *address, size_t size) {
     for (size_t at = 0; at < size; at += 64) ask((const char *)address + at);
 }
 
@@ -36,7 +36,7 @@ static void ask_beyond(const Engine *e, const Node *node) {
         const Node *target = e->nodes + target_of(e, node, __builtin_ctz(links));
         if (node->firing && target->tail != NIL) ask(e->runs + target->tail);
         else if (!node->firing && target->kind == NODE_INPUT && target->operation != NIL)
-            ask_lines(e->operations + target->operation, sizeof(Operation));
+            ask_record(e->operations + target->operation, sizeof(Operation));
     }
 }
 
@@ -55,11 +55,11 @@ static void look_at_node(const Engine *e, const Node *node, int stage) {
 }
 
 static void look_at_operation(const Engine *e, const Operation *op, int stage) {
-    if (stage == FIRST) ask_lines(op, sizeof(Operation));
+    if (stage == FIRST) ask_record(op, sizeof(Operation));
     else if (stage == SECOND) {
         if (op->input != NIL) ask(e->nodes + op->input);
         if (op->output != NIL) ask(e->nodes + op->output);
-        if (op->pe != NIL) ask_lines(e->pes + op->pe, sizeof(Pe));
+        if (op->pe != NIL) ask_record(e->pes + op->pe, sizeof(Pe));
     } else if (stage == THIRD) {
         if (op->input != NIL && e->nodes[op->input].head != NIL) ask(e->runs + e->nodes[op->input].head);
         if (op->output != NIL && e->nodes[op->output].tail != NIL) ask(e->runs + e->nodes[op->output].tail);
@@ -88,9 +88,9 @@ static void ask_receives(Engine *e, u32 pe, int stage) {
         if (stage == THIRD) {
             ask(stream);
             ask(e->nodes + op->input);
-            ask_lines(memory_of(e, pe, op->low), size);
+            ask_record(memory_of(e, pe, op->low), size);
         } else if (stream && stream->kind == STREAM_MEMORY)
-            ask_lines(stream->memory + (size_t)stream->bytes * op->piece.offset, size);
+            ask_record(stream->memory + (size_t)stream->bytes * op->piece.offset, size);
     }
 }
 
@@ -102,24 +102,40 @@ static void ask_tile(Engine *e, u32 pe) {
     const i32 *row = program->code + (size_t)program->next_tile[p->pc] * INSTRUCTION_WORDS;
     size_t size = type_bytes(row[F_DTYPE]), m = (size_t)row[F_LENGTH], n = (size_t)row[F_N], k = (size_t)row[F_K];
     if (row[F_LENGTH_REG] >= 0 || size * (m * k + k * n + m * n) > MAX_ASKED) return;
-    ask_lines(memory_of(e, pe, row[F_A + 1]), size * m * k);
-    ask_lines(memory_of(e, pe, row[F_B + 1]), size * k * n);
-    ask_lines(memory_of(e, pe, row[F_DST + 1]), size * m * n);
+    ask_record(memory_of(e, pe, row[F_A + 1]), size * m * k);
+    ask_record(memory_of(e, pe, row[F_B + 1]), size * k * n);
+    ask_record(memory_of(e, pe, row[F_DST + 1]), size * m * n);
+}
+
+/* The queues of fabric instructions that come next. */
+static void ask_queues(Engine *e, u32 pe) {
+    const Pe *p = e->pes + pe;
+    const Program *program = e->programs + p->program;
+    i32 last = p->pc + MAX_QUEUES < program->num_instructions ? p->pc + MAX_QUEUES : program->num_instructions;
+    for (i32 pc = p->pc; pc >= 0 && pc < last; pc++) {
+        const i32 *row = program->code + (size_t)pc * INSTRUCTION_WORDS;
+        if (row[F_DST] == KIND_FABRIC) ask(e->nodes + node_of(e, pe, NODE_OUTPUT, (u32)row[F_DST + 1]));
+        if (row[F_A] == KIND_FABRIC) ask(e->nodes + node_of(e, pe, NODE_INPUT, (u32)row[F_A + 1]));
+        if (row[F_B] == KIND_FABRIC) ask(e->nodes + node_of(e, pe, NODE_INPUT, (u32)row[F_B + 1]));
+    }
 }
 
 void look_ahead_pe(Engine *e, const u32 *pes, u32 count, u32 i) {
-    if (i + FIRST < count) ask_lines(e->pes + pes[i + FIRST], sizeof(Pe));
+    if (i + FIRST < count) ask_record(e->pes + pes[i + FIRST], sizeof(Pe));
     if (i + SECOND < count) {
         u32 pe = pes[i + SECOND];
         const Pe *p = e->pes + pe;
         for (u32 rest = p->finished; rest; rest &= rest - 1)
-            ask_lines(e->operations + p->threads[__builtin_ctz(rest)], sizeof(Operation));
+            ask_record(e->operations + p->threads[__builtin_ctz(rest)], sizeof(Operation));
         if (p->ready_at == e->now) {
             ask(e->sites + pe);
-            ask_lines(registers_of(e, pe), 128);
+            ask_record(registers_of(e, pe), 128);
             ask_tile(e, pe);
         }
     }
-    if (i + THIRD < count) ask_receives(e, pes[i + THIRD], THIRD);
+    if (i + THIRD < count) {
+        if (e->pes[pes[i + THIRD]].ready_at == e->now) ask_queues(e, pes[i + THIRD]);
+        ask_receives(e, pes[i + THIRD], THIRD);
+    }
     if (i + FOURTH < count) ask_receives(e, pes[i + FOURTH], FOURTH);
 }

@@ -235,6 +235,7 @@ i32 next_event(const Engine *e);
 void take_events(Engine *e, i32 t);
 void free_events(Engine *e);
 /* ahead.c */
+void ask_record(const void *address, size_t size);
 void look_ahead(const Engine *e, const u32 *ids, u32 count, u32 i);
 void look_ahead_pe(Engine *e, const u32 *pes, u32 count, u32 i);
 /* queue.c */

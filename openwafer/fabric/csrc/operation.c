@@ -106,8 +106,10 @@ Stream *forward_stream(Engine *e, Operation *op, Stream *in, u32 offset, u32 cou
 
 static u32 new_operation(Engine *e) {
     u32 index = e->free_operation;
-    if (index != NIL) e->free_operation = e->operations[index].next_free;
-    else {
+    if (index != NIL) {
+        e->free_operation = e->operations[index].next_free;
+        ask_record(e->operations + e->free_operation, sizeof(Operation)); /* for the next one */
+    } else {
         index = e->num_operations++; /* there is room for all threads of all PEs */
         memset(e->operations + index, 0, sizeof(Operation));
     }

@@ -41,6 +41,7 @@ static u32 new_run(Engine *e) {
     u32 index = e->free_run;
     if (index != NIL) {
         e->free_run = e->runs[index].next;
+        ask_record(e->runs + e->free_run, sizeof(Run)); /* for the next one */
         return index;
     }
     e->runs = grow(e, e->runs, &e->room_runs, e->num_runs + 1, sizeof(Run));
