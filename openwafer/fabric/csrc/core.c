@@ -2,7 +2,8 @@
 #include "engine.h"
 
 static i32 scalar_step(Engine *e, u32 pe, Pe *p, const i32 *row) {
-    i32 *r = registers_of(e, pe), *dst = r + row[F_DST + 1], a = r[row[F_A + 1]], imm = row[F_IMM], op = row[F_OP];
+    i32 *r = registers_of(e, pe), *dst = r + row[F_DST + 1], imm = row[F_IMM], op = row[F_OP];
+    i32 a = row[F_A] == KIND_REG ? r[row[F_A + 1]] : 0; /* of LOAD it is an address */
     i32 other = row[F_B] == KIND_REG ? r[row[F_B + 1]] : imm;
     switch (op) {
     case OP_SET: *dst = imm; break;

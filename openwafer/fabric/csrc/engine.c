@@ -340,7 +340,7 @@ void engine_per_pe(const Engine *e, i64 *busy, i64 *hops) {
 
 void engine_spans(const Engine *e, i32 *out) {
     for (u32 i = 0; i < e->num_bands; i++) {
-        memcpy(out, e->bands[i]->spans, sizeof(Span) * e->bands[i]->num_spans);
+        if (e->bands[i]->num_spans) memcpy(out, e->bands[i]->spans, sizeof(Span) * e->bands[i]->num_spans);
         out += 4 * (size_t)e->bands[i]->num_spans;
     }
 }
