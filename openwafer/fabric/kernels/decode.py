@@ -47,8 +47,8 @@ class DecodeConfig:
         for name in ("width", "feed_forward", "context"):
             if getattr(self, name) % self.grid:
                 raise UserError(f"--{name} must be a multiple of --grid {self.grid}, got {getattr(self, name)}")
-        if self.width // self.grid % 2:
-            raise UserError(f"--width must give each PE an even number of elements, got {self.width // self.grid}")
+        if self.width < 2 * self.grid:
+            raise UserError(f"--width must be at least twice --grid {self.grid}, got {self.width}")
         if self.grid % self.heads or self.heads == self.grid:
             raise UserError(
                 f"--grid must be a multiple of --heads, two columns or more each, got {self.grid} and {self.heads}"
@@ -116,10 +116,13 @@ class Layer:
         pe.mul(out, out, gain)
 
     def rotate(self, v: Mem, cos: Mem, sin: Mem, spare: Mem) -> None:
-        """Rotary embedding of neighbouring pairs: (a, b) -> (a cos - b sin, a sin + b cos)."""
-        pe, even, odd = self.pe, slice(None, None, 2), slice(1, None, 2)
-        half = spare.length // 2
-        first, second = spare[:half], spare[half:]
+        """Rotary embedding of neighbouring pairs: (a, b) -> (a cos - b sin, a sin + b cos).
+
+        The last of an odd number of elements stays as it is, as in the measured programs.
+        """
+        half = v.length // 2
+        pe, even, odd = self.pe, slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        first, second = spare[:half], spare[half : 2 * half]
         pe.mul(first, v[even], sin)
         pe.mul(second, v[odd], sin)
         pe.mul(v[even], v[even], cos)

@@ -38,40 +38,48 @@ def random_layer(sizes: Sizes, seed: int) -> Layer:
         "wq": (width, width), "wk": (width, kv), "wv": (width, kv), "wo": (width, width), "up": (width, ffn),
         "gate": (width, ffn), "down": (ffn, width),
     }  # fmt: skip
-    layer = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    for name in WEIGHTS:
-        layer[name] /= np.sqrt(len(layer[name]))
-    layer["wv"] *= 8  # or the new token would be lost among hundreds, and nobody would notice if it were left out
-    angle = rng.random(head // 2).astype(np.float32)  # of the new token's position, the same in every head
-    layer["cos"], layer["sin"] = np.cos(angle), np.sin(angle)
-    return {name: array.astype(np.float16) for name, array in layer.items()}
+    # Values of the new token are large: among hundreds nobody would notice if it were left out.
+    scale = {name: (8 if name == "wv" else 1) / np.sqrt(shapes[name][0]) for name in WEIGHTS}
+    layer = {
+        name: (np.float32(scale.get(name, 1)) * rng.standard_normal(shape, np.float32)).astype(np.float16)
+        for name, shape in shapes.items()
+    }
+    num_pairs = sizes.grid // sizes.heads * (width // sizes.grid // 2)
+    angle = rng.random(num_pairs, np.float32)  # of the new token's position, the same in every head
+    layer["cos"], layer["sin"] = np.cos(angle).astype(np.float16), np.sin(angle).astype(np.float16)
+    return layer
 
 
 def expected_values(layer: Layer, sizes: Sizes) -> np.ndarray:
     """The layer's output [width]. Every `heads / kv_heads` neighbouring heads share keys and values."""
-    w = {name: array.astype(np.float64) for name, array in layer.items()}
-    head = sizes.width // sizes.heads
+    head, piece = sizes.width // sizes.heads, sizes.width // sizes.grid
+
+    def get(name: str) -> np.ndarray:  # one by one: all weights in fp64 would be several times the wafer's memory
+        return layer[name].astype(np.float64)
 
     def norm(x: np.ndarray, gain: np.ndarray) -> np.ndarray:
         return x / np.sqrt(np.square(x).mean() + EPSILON) * gain
 
     def rotated(v: np.ndarray) -> np.ndarray:
-        a, b = v[..., 0::2], v[..., 1::2]
-        pairs = np.stack([a * w["cos"] - b * w["sin"], a * w["sin"] + b * w["cos"]], axis=-1)
-        return pairs.reshape(v.shape)
+        """Pairs within a PE; the last of an odd number of elements stays as it is."""
+        pieces = v.reshape(*v.shape[:-1], -1, piece).copy()
+        a, b = pieces[..., 0 : piece - 1 : 2].copy(), pieces[..., 1::2].copy()
+        cos, sin = (get(name).reshape(-1, piece // 2) for name in ("cos", "sin"))
+        pieces[..., 0 : piece - 1 : 2], pieces[..., 1::2] = a * cos - b * sin, a * sin + b * cos
+        return pieces.reshape(v.shape)
 
-    x = norm(w["x"], w["gain1"])
-    q = rotated((x @ w["wq"]).reshape(sizes.kv_heads, -1, head))
-    k, v = rotated((x @ w["wk"]).reshape(1, -1, head)), (x @ w["wv"]).reshape(1, -1, head)
-    keys = np.concatenate([w["keys"].reshape(-1, sizes.kv_heads, head), k])
-    values = np.concatenate([w["values"].reshape(-1, sizes.kv_heads, head), v])
+    x = norm(get("x"), get("gain1"))
+    q = rotated((x @ get("wq")).reshape(sizes.kv_heads, -1, head))
+    k, v = rotated((x @ get("wk")).reshape(1, -1, head)), (x @ get("wv")).reshape(1, -1, head)
+    keys = np.concatenate([get("keys").reshape(-1, sizes.kv_heads, head), k])
+    values = np.concatenate([get("values").reshape(-1, sizes.kv_heads, head), v])
     score = np.einsum("ghd,tgd->ght", q, keys) / np.sqrt(head)
     p = np.exp(score - score.max(axis=-1, keepdims=True))
     mixed = np.einsum("ght,tgd->ghd", p / p.sum(axis=-1, keepdims=True), values).reshape(-1)
-    h = w["x"] + mixed @ w["wo"]
-    z = norm(h, w["gain2"])
-    gate, up = z @ w["gate"], z @ w["up"]
-    return h + (up * gate / (1 + np.exp(-gate))) @ w["down"]
+    h = get("x") + mixed @ get("wo")
+    z = norm(h, get("gain2"))
+    gate, up = z @ get("gate"), z @ get("up")
+    return h + (up * gate / (1 + np.exp(-gate))) @ get("down")
 
 
 def _for_query_heads(matrix: np.ndarray, sizes: Sizes) -> np.ndarray:

@@ -26,7 +26,7 @@ SMALL = [
     ("spmm", {"width": 3, "height": 2, "size": 12, "columns": 20, "density": 0.3, "algorithm": "coo"}),
     ("stencil", {"width": 5, "height": 4, "depth": 64, "steps": 2}),
     ("softmax", {"num_pes": 60, "size": 16}),
-    ("decode", {"grid": 24, "width": 288, "feed_forward": 480, "context": 240, "group": 5}),
+    ("decode", {"grid": 24, "width": 168, "feed_forward": 480, "context": 168, "group": 5}),
     ("decode", {"grid": 24, "width": 288, "feed_forward": 480, "context": 240, "heads": 4, "kv_heads": 2}),
     ("rmsnorm", {"num_pes": 60, "size": 16}),
 ]
