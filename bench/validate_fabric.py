@@ -4,6 +4,7 @@ One set of constants per chip (openwafer/systems.py); the evidence class stands 
 vendor's simulator and a derived number are not the same thing. GEMMs on hundreds of PEs squared take long: their rows
 come from whole simulations that were kept (bench/fabric_whole.py), or else from the closed formula, whose error against
 the simulation of the same tiles on a small grid is printed too. --whole simulates them all here and now.
+The rest takes about ten minutes of CPU time and, for the decode layers, 6 GB of memory.
 """
 
 import argparse
