@@ -33,6 +33,7 @@ from openwafer.fabric.kernels.matrices import GemmConfig
 from openwafer.fabric.kernels.meshgemm import run as run_meshgemm
 from openwafer.fabric.kernels.outcome import Outcome, Setting
 from openwafer.fabric.kernels.reduce import line_program
+from openwafer.fabric.kernels.summa import run as run_summa
 from openwafer.fabric.layout import opposite
 from openwafer.kernels.compiled import compiled
 from openwafer.systems import WSE2, WSE3
@@ -228,6 +229,7 @@ def main() -> None:
         ("busy mesh 64 x 64, 1 thread", lambda: run_layout(small, 1)),
         ("contended mesh 60 x 60, 1 thread", lambda: run_layout(fighting, 1)),
         ("MeshGEMM 480^3 on 60 x 60", lambda: kernel(run_meshgemm(gemm, WSE3, Setting()))),
+        ("SUMMA 720^3 on 120 x 120", lambda: kernel(run_summa(GemmConfig(grid=120, size=720), WSE3, Setting()))),
     ]
     if not args.quick:
         gemv, whole = GemvConfig(grid=600, size=16800), BroadcastConfig(width=750, height=994, words=1024)

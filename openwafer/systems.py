@@ -21,6 +21,7 @@ class InstructionCosts:
     vector_overlap: int  # cycles of one instruction that the next one hides
     group_cycles_16: int  # per SIMD group of 16-bit elements, without bank conflicts
     simd_16: int  # 16-bit elements in a group
+    write_buffer_16: int | None  # groups that wait to be written; None: writes never hold up reads
     fabric_startup: int  # before the first word of a fabric instruction
     forward_latency: int  # from reading a word off the fabric to its result in the output queue
     task_start: int  # from choosing a task to its first instruction
@@ -80,6 +81,7 @@ _WSE2_COSTS = InstructionCosts(
     vector_overlap=0,
     group_cycles_16=1,
     simd_16=4,
+    write_buffer_16=None,
     fabric_startup=5,
     forward_latency=1,
     task_start=13,
@@ -89,15 +91,17 @@ _WSE2_COSTS = InstructionCosts(
     divide=50,
     reroute=65,
 )
-# Multiply-accumulates of WSE-3: max(5, 2 * groups - 1) cycles apart, 40 cycles per outer step. The forward latency
-# and the 2 cycles per hop below solve the slopes over P of two measured kernels, the fabric start-up their offset
-# (facts.md).
+# Multiply-accumulates of WSE-3: max(5, 2 * groups - 1) cycles apart, 40 cycles per outer step. Vectors of 60 and 120
+# elements take longer than that; a buffer of four groups in front of the single-ported banks fits both. The forward
+# latency and the 2 cycles per hop below solve the slopes over P of two measured kernels, the fabric start-up their
+# offset (facts.md).
 _WSE3_COSTS = InstructionCosts(
     vector_startup=0,
     vector_minimum=5,
     vector_overlap=1,
     group_cycles_16=2,
     simd_16=8,
+    write_buffer_16=4,
     fabric_startup=12,
     forward_latency=7,
     task_start=13,

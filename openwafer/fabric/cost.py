@@ -2,6 +2,8 @@
 
 A 64-bit access covers two banks. Two operands that are read in the same cycle need different banks modulo 4;
 otherwise each group takes twice as long. Operands that are strided or not 8-byte aligned are taken one by one.
+On WSE-3 an instruction with two reads and a write per 16-bit group fills a write buffer; once it is full, every second
+group waits a cycle for its write.
 """
 
 from openwafer.fabric.isa import REDUCING_OPS, SLOW_SCALAR_OPS, SLOW_VECTOR_OPS, VECTOR_OPS, Dtype, Op
@@ -24,6 +26,8 @@ def vector_cycles(
     conflict = len(set(banks)) < len(banks)
     groups = -(-length // lanes)
     cycles = costs.vector_startup + groups * per_group * (2 if conflict else 1) - costs.vector_overlap
+    if dtype.num_bytes == 2 and wide and costs.write_buffer_16 is not None and dst is not None and len(read) > 1:
+        cycles += max(0, groups - costs.write_buffer_16) // 2
     return max(costs.vector_minimum, cycles)
 
 

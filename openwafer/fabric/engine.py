@@ -28,6 +28,7 @@ class _Program(ctypes.Structure):
         ("tasks", _pointer),
         ("input_words", _pointer),
         ("output_words", _pointer),
+        ("next_tile", _pointer),
     )
 
 
@@ -62,6 +63,15 @@ def _suitable_threads(num_pes: int) -> int:
     """
     idle = (os.cpu_count() or 1) - os.getloadavg()[0]
     return 2 if num_pes >= PES_FOR_TWO_THREADS and idle >= 1 else 1
+
+
+def _next_tile(code: np.ndarray) -> np.ndarray:
+    """For each instruction the index of the next TILE from there on, or -1."""
+    next_tile, last = np.full(len(code) + 1, -1, np.int32), -1
+    for index in reversed(range(len(code))):
+        last = index if code[index, Field.OP] == Op.TILE else last
+        next_tile[index] = last
+    return next_tile
 
 
 class EngineMachine:
@@ -134,11 +144,12 @@ class EngineMachine:
     def _costs(self) -> np.ndarray:
         """In the order of `Costs` in engine.h."""
         wafer, c = self.layout.wafer, self.layout.wafer.costs
+        write_buffer = -1 if c.write_buffer_16 is None else c.write_buffer_16
         values = [
-            c.vector_startup, c.vector_minimum, c.vector_overlap, c.group_cycles_16, c.simd_16, c.fabric_startup,
-            c.task_start, c.scalar, c.divide, wafer.ramp_cycles, wafer.router_queue_words, wafer.num_banks,
-            wafer.bank_bytes, wafer.num_registers, c.loop_inner, c.loop_outer,
-            wafer.hop_cycles, c.forward_latency,
+            c.vector_startup, c.vector_minimum, c.vector_overlap, c.group_cycles_16, c.simd_16, write_buffer,
+            c.fabric_startup, c.task_start, c.scalar, c.divide, wafer.ramp_cycles, wafer.router_queue_words,
+            wafer.num_banks, wafer.bank_bytes, wafer.num_registers, c.loop_inner, c.loop_outer, wafer.hop_cycles,
+            c.forward_latency,
         ]  # fmt: skip
         return np.array(values, np.int32)
 
@@ -149,8 +160,9 @@ class EngineMachine:
         for index, words in enumerate((program.inputs, program.outputs)):
             for colour, size in words.items():
                 queues[index, colour] = size
-        self._keep += [program.code, tasks, queues]
+        next_tile = _next_tile(program.code)
+        self._keep += [program.code, tasks, queues, next_tile]
         return _Program(
             program.code.ctypes.data, len(program.code), len(tasks), program.memory_bytes, tasks.ctypes.data,
-            queues[0].ctypes.data, queues[1].ctypes.data,
+            queues[0].ctypes.data, queues[1].ctypes.data, next_tile.ctypes.data,
         )  # fmt: skip

@@ -1,6 +1,7 @@
 """The C engine and the reference machine agree: cycle, values, errors, over random small programs."""
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -245,4 +246,29 @@ def test_streams_computed_on_the_way_agree(todo: list) -> None:
         for name in ("x", "y"):
             simulation.write(name, np.random.default_rng(ord(name)).integers(-9, 9, (width, ARRAY)))
         results.append((simulation.run(20_000).cycles, simulation.image.memory.tobytes()))
+    assert results[0] == results[1]
+
+
+def products(pe: ProgramBuilder, m: int, n: int, k: int, dtype: str) -> None:
+    a, b, c = (pe.array(name, size, dtype) for name, size in (("a", m * k), ("b", k * n), ("c", m * n)))
+    with pe.task("main", start=True):
+        pe.tile(c, a, b, m=m, n=n, k=k)
+        pe.mac(c[:m], a[:m], a[m : 2 * m])
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32", "i16"])
+@pytest.mark.parametrize(("m", "n", "k"), [(6, 6, 6), (9, 2, 70), (70, 3, 5), (67, 2, 66), (120, 1, 8)])
+def test_products_of_all_shapes_agree(m: int, n: int, k: int, dtype: str) -> None:
+    """Shapes on both sides of what the engine holds as floats at once, and of the write buffer."""
+    results = []
+    for engine in ("c", "reference"):
+        layout = Layout(WSE3, 1, 1)
+        layout.place(products, m=m, n=n, k=k, dtype=dtype)
+        simulation = Simulation(layout, engine=engine)
+        for name in "abc":
+            shape = simulation.read(name).shape
+            simulation.write(
+                name, np.random.default_rng(ord(name)).standard_normal(shape) * (9 if dtype == "i16" else 1)
+            )
+        results.append((simulation.run().cycles, simulation.image.memory.tobytes()))
     assert results[0] == results[1]

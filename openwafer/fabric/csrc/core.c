@@ -2,7 +2,8 @@
 #include "engine.h"
 
 static i32 scalar_step(Engine *e, u32 pe, Pe *p, const i32 *row) {
-    i32 *r = registers_of(e, pe), *dst = r + row[F_DST + 1], a = r[row[F_A + 1]], imm = row[F_IMM], op = row[F_OP];
+    i32 *r = registers_of(e, pe), *dst = r + row[F_DST + 1], imm = row[F_IMM], op = row[F_OP];
+    i32 a = row[F_A] == KIND_REG ? r[row[F_A + 1]] : 0; /* of LOAD it is an address */
     i32 other = row[F_B] == KIND_REG ? r[row[F_B + 1]] : imm;
     switch (op) {
     case OP_SET: *dst = imm; break;
@@ -77,10 +78,24 @@ static i32 choose(Engine *e, u32 pe, Pe *p, i32 t) {
     return -1;
 }
 
+/* Instructions over registers and the program counter. */
+#define BIT(op) (1ull << (op))
+static const u64 PLAIN = BIT(OP_SET) | BIT(OP_IADD) | BIT(OP_IMUL) | BIT(OP_FADD) | BIT(OP_FMUL) | BIT(OP_FMAX) |
+                         BIT(OP_UNPACK) | BIT(OP_LOOP) | BIT(OP_ENDLOOP) | BIT(OP_BRANCH) | BIT(OP_ACTIVATE) |
+                         BIT(OP_BLOCK) | BIT(OP_UNBLOCK) | BIT(OP_ILT) | BIT(OP_IEQ);
+
 /* One instruction at local time `now`; returns its cycles, or -1 if it has to wait for its own cycle or is issued. */
 static i32 execute(Engine *e, u32 pe, Pe *p, const i32 *row, i32 now, i32 t) {
     int overlaps;
-    i32 op = row[F_OP], length = op <= OP_CONTROL ? length_of(e, pe, row) : row[F_LENGTH];
+    i32 op = row[F_OP];
+    if (PLAIN >> op & 1 && !p->registers_pending) { /* registers only: nothing can go wrong and nobody can interfere */
+        p->last_event = now;
+        p->pc++;
+        i32 cycles = scalar_step(e, pe, p, row);
+        p->busy += cycles;
+        return cycles;
+    }
+    i32 length = op <= OP_CONTROL ? length_of(e, pe, row) : row[F_LENGTH];
     int fabric = row[F_DST] == KIND_FABRIC || row[F_A] == KIND_FABRIC || row[F_B] == KIND_FABRIC;
     int inside = check_operands(e, pe, row, length, &overlaps) && length <= MAX_LENGTH;
     int waits = op == OP_WAIT && p->threads[row[F_IMM]] != NIL;
@@ -123,8 +138,10 @@ static i32 execute(Engine *e, u32 pe, Pe *p, const i32 *row, i32 now, i32 t) {
 void step_pe(Engine *e, u32 pe, i32 t) {
     Pe *p = e->pes + pe;
     if (p->program < 0) return;
-    for (u32 thread = 0; thread < NUM_THREADS; thread++)
-        if (p->threads[thread] != NIL && e->operations[p->threads[thread]].done_at == t) complete(e, p, thread, t);
+    for (u32 rest = p->finished; rest; rest &= rest - 1) {
+        u32 thread = (u32)__builtin_ctz(rest);
+        if (e->operations[p->threads[thread]].done_at == t) complete(e, p, thread, t);
+    }
     if (p->ready_at == READY_NONE && p->pc < 0) p->ready_at = t; /* idle: look for a task */
     if (p->ready_at != t) return;
     const Program *program = e->programs + p->program;

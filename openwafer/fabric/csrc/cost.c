@@ -1,6 +1,10 @@
 /* Cycles of instructions over memory: cost.py in C. */
 #include "engine.h"
 
+static i32 write_waits(const Costs *costs, i32 groups) {
+    return costs->write_buffer_16 >= 0 && groups > costs->write_buffer_16 ? (groups - costs->write_buffer_16) / 2 : 0;
+}
+
 /* addresses: of a, b and dst in this order, for those that are in memory. */
 i32 vector_cost(const Costs *costs, const i32 *row, i32 length, const i32 *addresses) {
     i32 op = row[F_OP], wide = 1, conflict = 0, num_read = 0, banks[3];
@@ -18,13 +22,16 @@ i32 vector_cost(const Costs *costs, const i32 *row, i32 length, const i32 *addre
     i32 per_group = wide && size == 2 ? costs->group_cycles_16 : 1;
     i32 groups = (length + lanes - 1) / lanes;
     i32 cycles = costs->vector_startup + groups * per_group * (1 + conflict) - costs->vector_overlap;
+    if (size == 2 && wide && row[F_DST] == KIND_MEM && num_read > 1) cycles += write_waits(costs, groups);
     return cycles > costs->vector_minimum ? cycles : costs->vector_minimum;
 }
 
 i32 tile_cost(const Costs *costs, i32 dtype, i32 m, i32 n, i32 k, i32 outer_n) {
     i32 size = type_bytes(dtype);
     i32 lanes = size == 4 ? 2 : costs->simd_16, per_group = size == 2 ? costs->group_cycles_16 : 1;
-    i32 column = costs->vector_startup + (m + lanes - 1) / lanes * per_group - costs->vector_overlap;
+    i32 groups = (m + lanes - 1) / lanes;
+    i32 column = costs->vector_startup + groups * per_group - costs->vector_overlap;
+    if (size == 2) column += write_waits(costs, groups);
     if (column < costs->vector_minimum) column = costs->vector_minimum;
     return (outer_n ? n : k) * costs->loop_outer + k * n * (costs->loop_inner + column);
 }

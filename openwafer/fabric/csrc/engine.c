@@ -4,11 +4,22 @@
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 /* Nothing can go on without memory; the fault is for debuggers. */
 static void give_up(Engine *e) {
     fail(e, FAULT_NO_MEMORY, 0, e->now, 0);
     exit(70);
+}
+
+/* Ask for large pages: with small ones nearly every event of a large mesh misses the TLB. A wish, not a need. */
+static void *with_large_pages(void *items, size_t size) {
+#if defined(MADV_HUGEPAGE)
+    uintptr_t page = 1 << 21, first = ((uintptr_t)items + page - 1) & ~(page - 1);
+    uintptr_t last = ((uintptr_t)items + size) & ~(page - 1);
+    if (items && last > first) madvise((void *)first, last - first, MADV_HUGEPAGE);
+#endif
+    return items;
 }
 
 void *grow(Engine *e, void *items, u32 *room, u32 needed, size_t size) {
@@ -18,7 +29,7 @@ void *grow(Engine *e, void *items, u32 *room, u32 needed, size_t size) {
     void *bigger = realloc(items, wanted * size);
     if (!bigger) give_up(e);
     *room = wanted;
-    return bigger;
+    return with_large_pages(bigger, wanted * size);
 }
 
 void *allocate(Engine *e, size_t size) {
@@ -68,9 +79,9 @@ static u32 total(const Team *team, size_t field) {
 
 static void cycle(Engine *e, Team *team, i32 t) {
     int leads = e == team->bands[0];
-    Bucket events = take_events(e, t);
+    take_events(e, t);
     e->num_ready = 0;
-    stop_movers(e, events.first, t);
+    stop_movers(e, t);
     barrier(team);
     if (total(team, offsetof(Engine, num_border))) {
         if (leads) for (u32 i = 0; i < team->num_bands; i++) stop_border(team->bands[i], t);
@@ -82,8 +93,10 @@ static void cycle(Engine *e, Team *team, i32 t) {
         if (leads) for (u32 i = 0; i < team->num_bands; i++) start_border(team->bands[i], t);
         barrier(team);
     }
-    for (u32 i = 0; i < e->num_ready && !e->fault; i++) step_pe(e, e->ready_pes[i], t);
-    return_events(e, events);
+    for (u32 i = 0; i < e->num_ready && !e->fault; i++) {
+        look_ahead_pe(e, e->ready_pes, e->num_ready, i);
+        step_pe(e, e->ready_pes[i], t);
+    }
 }
 
 typedef struct {
@@ -117,7 +130,7 @@ static void check_end(Engine *e) {
     for (i32 pe = 0; pe < e->num_pes; pe++)
         for (u32 thread = 0; thread < NUM_THREADS; thread++) {
             if (e->pes[pe].threads[thread] == NIL) continue;
-            const Operation *op = owner(e, (u32)pe)->operations + e->pes[pe].threads[thread];
+            const Operation *op = owner_of_pe(e, (u32)pe)->operations + e->pes[pe].threads[thread];
             u32 node = op->input != NIL ? op->input : op->output;
             fail(e, FAULT_DEADLOCK, (u32)pe, e->last_event, e->nodes[node].colour);
             return;
@@ -171,7 +184,7 @@ static u8 all_links(const Engine *e, const Node *node) {
     return links;
 }
 
-static void mark_shared(Engine *e, const Pe *p) {
+static void mark_shared(Engine *e, const Site *p) {
     u32 routers = (u32)__builtin_popcount(p->routers), outputs = (u32)__builtin_popcount(p->outputs);
     Node *nodes = e->nodes + p->first_node;
     for (u32 i = 0; i < routers; i++)
@@ -182,25 +195,27 @@ static void mark_shared(Engine *e, const Pe *p) {
 
 static void add_pe(Engine *e, u32 pe, i32 program, i64 memory, const i16 *route_of, i32 num_colours) {
     Pe *p = e->pes + pe;
-    *p = (Pe){.first_node = e->num_nodes, .memory = memory, .program = program, .pc = -1, .waits_for = NUM_THREADS};
+    Site *site = e->sites + pe;
+    *site = (Site){.first_node = e->num_nodes};
+    *p = (Pe){.memory = memory, .program = program, .pc = -1, .waits_for = NUM_THREADS};
     for (int i = 0; i < NUM_THREADS; i++) p->threads[i] = NIL;
     for (i32 colour = 0; colour < num_colours; colour++) {
         i32 route = route_of[(size_t)colour * (size_t)e->num_pes + pe];
         if (route < 0) continue;
-        p->routers |= 1u << colour;
+        site->routers |= 1u << colour;
         add_node(e, pe, NODE_ROUTER, (u32)colour, e->costs.router_words, route);
     }
     if (program < 0) return;
     const Program *code = e->programs + program;
     for (i32 colour = 0; colour < num_colours; colour++)
         if (code->output_words[colour]) {
-            p->outputs |= 1u << colour;
+            site->outputs |= 1u << colour;
             add_node(e, pe, NODE_OUTPUT, (u32)colour,
                      code->output_words[colour] + e->costs.forward_latency - 1, -1);
         }
     for (i32 colour = 0; colour < num_colours; colour++)
         if (code->input_words[colour]) {
-            p->inputs |= 1u << colour;
+            site->inputs |= 1u << colour;
             add_node(e, pe, NODE_INPUT, (u32)colour, code->input_words[colour] + e->costs.ramp_cycles, -1);
         }
     for (i32 i = 0; i < code->num_tasks; i++) {
@@ -237,9 +252,13 @@ static int split_bands(Engine *e, i32 num_bands) {
     for (int i = 0; i < MAX_BANDS; i++) {
         memcpy(bands[i]->bands, bands, sizeof bands);
         bands[i]->num_bands = MAX_BANDS;
-        bands[i]->split = (u32)(row * e->width);
+        bands[i]->split = e->sites[row * e->width].first_node;
     }
     return 1;
+}
+
+static void *new_records(size_t size, size_t count) {
+    return with_large_pages(aligned_alloc(size, size * count), size * count);
 }
 
 Engine *engine_new(i32 width, i32 height, const Costs *costs, Program *programs, Route *routes, const i16 *program_of,
@@ -257,17 +276,20 @@ Engine *engine_new(i32 width, i32 height, const Costs *costs, Program *programs,
     e->registers = registers;
     e->max_cycles = max_cycles;
     e->tracing = tracing;
-    e->nodes = malloc(sizeof(Node) * (size_t)(num_nodes ? num_nodes : 1));
-    e->pes = malloc(sizeof(Pe) * (size_t)e->num_pes);
+    e->nodes = new_records(sizeof(Node), (size_t)(num_nodes ? num_nodes : 1));
+    e->sites = new_records(sizeof(Site), (size_t)e->num_pes);
+    e->pes = new_records(sizeof(Pe), (size_t)e->num_pes);
     if (tracing) e->task_started = calloc((size_t)e->num_pes * 2, sizeof(i32));
-    if (!e->nodes || !e->pes || (tracing && !e->task_started)) return NULL;
+    if (!e->nodes || !e->sites || !e->pes || (tracing && !e->task_started)) return NULL;
     for (i32 pe = 0; pe < e->num_pes; pe++) {
         add_pe(e, (u32)pe, program_of[pe], memory_of[pe], route_of, num_colours);
-        mark_shared(e, e->pes + pe);
+        mark_shared(e, e->sites + pe);
     }
     if (!split_bands(e, num_bands)) return NULL;
+    for (u32 i = 0; i < e->num_bands; i++) /* only pages that are used take memory */
+        if (!(e->bands[i]->operations = new_records(sizeof(Operation), (size_t)e->num_pes * NUM_THREADS))) return NULL;
     for (i32 pe = 0; pe < e->num_pes; pe++)
-        if (program_of[pe] >= 0) schedule(owner(e, (u32)pe), ID_PE | (u32)pe, 0);
+        if (program_of[pe] >= 0) schedule(owner_of_pe(e, (u32)pe), ID_PE | (u32)pe, 0);
     return e;
 }
 
@@ -275,14 +297,12 @@ static void free_band(Engine *e) {
     for (u32 i = 0; i < e->num_operations; i++) {
         Operation *op = e->operations + i;
         if (op->pe != NIL) {
-            for (u32 piece = 0; piece < op->num_pieces; piece++) release(op->pieces[piece].stream);
-            release(op->out);
-            release(op->in);
-            release(op->operand);
+            forget_streams(op);
         }
         free(op->pieces);
     }
     free_events(e);
+    for (int i = 0; i < MAX_COLOURS; i++) free(e->fresh[i].ids);
     for (int i = 0; i < 3; i++) free(e->scratch[i]);
     free(e->runs), free(e->operations), free(e->candidates), free(e->border), free(e->border_starters);
     free(e->starters), free(e->ready_pes), free(e->spans), free(e);
@@ -290,12 +310,13 @@ static void free_band(Engine *e) {
 
 void engine_free(Engine *e) {
     for (u32 i = 0; i < e->num_nodes; i++)
-        while (e->nodes[i].head != NIL) pop_run(owner(e, e->nodes[i].pe), e->nodes + i);
+        while (e->nodes[i].head != NIL) pop_run(owner(e, i), e->nodes + i);
     Node *nodes = e->nodes;
+    Site *sites = e->sites;
     Pe *pes = e->pes; /* streams that are released with the bands' operations are lent by them */
     free(e->task_started);
     for (u32 i = e->num_bands; i-- > 0;) free_band(e->bands[i]);
-    free(nodes), free(pes);
+    free(nodes), free(sites), free(pes);
 }
 
 /* fault, PE, cycle, detail, now, events, link words, stalls for room, link, words, last event in a core, spans. */
@@ -314,12 +335,12 @@ void engine_status(const Engine *e, i64 *out) {
 }
 
 void engine_per_pe(const Engine *e, i64 *busy, i64 *hops) {
-    for (i32 pe = 0; pe < e->num_pes; pe++) busy[pe] = e->pes[pe].busy, hops[pe] = e->pes[pe].hops;
+    for (i32 pe = 0; pe < e->num_pes; pe++) busy[pe] = e->pes[pe].busy, hops[pe] = e->sites[pe].hops;
 }
 
 void engine_spans(const Engine *e, i32 *out) {
     for (u32 i = 0; i < e->num_bands; i++) {
-        memcpy(out, e->bands[i]->spans, sizeof(Span) * e->bands[i]->num_spans);
+        if (e->bands[i]->num_spans) memcpy(out, e->bands[i]->spans, sizeof(Span) * e->bands[i]->num_spans);
         out += 4 * (size_t)e->bands[i]->num_spans;
     }
 }

@@ -19,7 +19,8 @@ typedef int16_t i16;
 typedef int32_t i32;
 typedef int64_t i64;
 
-enum { INSTRUCTION_WORDS = 24, NUM_THREADS = 9, MAIN_THREAD = 8, MAX_POSITIONS = 4, MAX_LENGTH = 48 * 1024 };
+enum { INSTRUCTION_WORDS = 24, NUM_THREADS = 9, MAIN_THREAD = 8, MAX_POSITIONS = 4, MAX_LENGTH = 48 * 1024,
+       MAX_COLOURS = 32 };
 enum { NORTH, EAST, SOUTH, WEST, RAMP, RAMP_IN };
 enum { NODE_ROUTER, NODE_OUTPUT, NODE_INPUT };
 enum { KIND_NONE, KIND_MEM, KIND_FABRIC, KIND_REG };
@@ -74,43 +75,55 @@ typedef struct {
     u32 pe, route, feeder, operation;
     u32 head, tail;           /* runs */
     i32 taken, fire_start;    /* words taken from the head run before fire_start */
-    i32 reference, waits_since, advance_at;
+    i32 reference, waits_since;
+    union {
+        i32 advance_at;       /* of a router's switch */
+        i32 drained_at;       /* of an input queue: when the instruction that fires from it will have all its words */
+    };
     i16 occupied, capacity;   /* words at the start of cycle `reference` */
     u8 colour, kind, position, links;
     u8 fed, firing, blocked, shared; /* blocked: sides whose feeder waits for room here; shared: contended links */
     u8 cause, has_task, border; /* border: a router next to the other band */
     i32 joined;               /* words that the run being fed had before it was fed again */
-    u32 fired;
-} Node;
+} __attribute__((aligned(64))) Node; /* a cache line: most events touch one node, its head run and a neighbour */
 
 typedef struct {
     u32 pe, input, output;    /* nodes or NIL */
     const i32 *row;
     i32 start, remaining, fire_start, done_at, length, waits_since;
     u32 taken;                /* words moved before fire_start */
-    u8 thread, firing, cause, writes_memory;
+    u8 thread, firing, cause;
     i32 low, high;            /* bytes it will write */
-    Stream *out;              /* current output stream, and which input word its first word came from */
-    Stream *in;
-    u32 in_base, out_base;
-    Stream *operand;          /* as it was at issue: lent memory, or elements as fp32 or int32 */
-    Run *pieces;              /* of received words: stream, offset, count */
+    union {
+        struct {              /* a sender's current output stream, and which input word its first word came from */
+            Stream *out, *in;
+            u32 in_base, out_base;
+        };
+        Run piece;            /* a receiver's first words: stream, offset, count */
+    };
     u32 num_pieces, room_pieces;
+    Stream *operand;          /* as it was at issue: lent memory, or elements as fp32 or int32 */
+    Run *pieces;              /* the second and later pieces */
     u32 next_free;
-} Operation;
+} __attribute__((aligned(128))) Operation;
 
+/* The router of a PE: where its nodes are, and its links. Apart from the core, because neighbours look here. */
 typedef struct {
     u32 first_node, routers, outputs, inputs; /* masks of colours; nodes lie in this order */
     u32 waiting_routers, waiting_outputs;     /* colours that wait for a link */
+    u32 hops, links;                          /* links: in use */
+} Site;
+
+typedef struct {
     i64 memory;
     i32 program, pc, ready_at, last_event;
     u32 activated, blocked;
-    u32 threads[NUM_THREADS];                 /* operations, or NIL */
-    u8 links, num_receives, registers_pending, waits_for; /* waits_for: thread, or NUM_THREADS */
-    u32 hops;
+    u8 registers_pending, waits_for;          /* waits_for: thread, or NUM_THREADS */
+    u16 running, finished, receiving;         /* masks of threads; finished: perhaps done in this cycle */
     i64 busy;
     Stream *loans;                            /* streams whose words are in this PE's memory */
-} Pe;
+    u32 threads[NUM_THREADS];                 /* operations, or NIL */
+} __attribute__((aligned(128))) Pe;
 
 typedef struct {
     u16 num_positions, ring;
@@ -122,12 +135,13 @@ typedef struct {
     i32 num_instructions, num_tasks, memory_bytes;
     const i32 *tasks;         /* num_tasks x (entry, colour or -1, register, start) */
     const i32 *input_words, *output_words; /* 24 capacities, 0: not bound */
+    const i32 *next_tile;     /* per instruction: the next TILE from there on, or -1 */
 } Program;
 
 /* Filled by engine.py; the order is the contract. */
 typedef struct {
-    i32 vector_startup, vector_minimum, vector_overlap, group_cycles_16, simd_16, fabric_startup, task_start, scalar,
-        divide;
+    i32 vector_startup, vector_minimum, vector_overlap, group_cycles_16, simd_16, write_buffer_16, fabric_startup,
+        task_start, scalar, divide;
     i32 ramp_cycles, router_words, num_banks, bank_bytes, num_registers, loop_inner, loop_outer,
         hop_cycles, forward_latency;
 } Costs;
@@ -154,12 +168,16 @@ typedef struct {
     u32 colour, id;
 } Candidate;
 
+typedef struct {
+    u32 *ids, count, room;
+} Ids;
+
 /* One band of rows of the mesh, worked on by one thread. What lies in arrays of nodes and PEs is shared; queues of
  * events, runs and operations belong to a band. Threads work apart on everything but the routers of the two rows at
  * the border; those are left to thread 0, between barriers. */
 typedef struct Engine {
     struct Engine *bands[MAX_BANDS];
-    u32 num_bands, split;     /* first PE of the second band */
+    u32 num_bands, split;     /* first node of the second band */
     i32 next;                 /* time of this band's next event */
     u32 *border;              /* ids, then starters, of border routers in this cycle */
     u32 num_border, room_border;
@@ -168,6 +186,7 @@ typedef struct Engine {
     i32 width, height, num_pes;
     u32 num_nodes;
     Node *nodes;
+    Site *sites;
     Pe *pes;
     Program *programs;
     Route *routes;
@@ -177,14 +196,17 @@ typedef struct Engine {
     Run *runs;
     u32 num_runs, room_runs, free_run;
     Operation *operations;
-    u32 num_operations, room_operations, free_operation;
+    u32 num_operations, free_operation;
     Bucket wheel[WHEEL];
     Chunk *free_chunk;
     u64 occupied[WHEEL / 64];
+    u32 *present;             /* events of this cycle */
+    u32 num_present, room_present;
     u64 *heap;                /* events beyond the wheel: time << 32 | id */
     u32 heap_count, heap_room;
     i32 now, max_cycles;
-    Candidate *candidates;
+    Ids fresh[MAX_COLOURS];   /* starters that share links and have not waited yet */
+    Candidate *candidates;    /* and those that have */
     u32 num_candidates, room_candidates;
     u32 *starters;
     u32 num_starters, room_starters;
@@ -205,13 +227,17 @@ void fail(Engine *e, i32 fault, u32 pe, i32 cycle, i32 detail);
 void *grow(Engine *e, void *items, u32 *room, u32 needed, size_t size);
 void *allocate(Engine *e, size_t size);
 void add_span(Engine *e, u32 pe, i32 kind, i32 start, i32 end);
-static inline Engine *owner(Engine *e, u32 pe) { return e->num_bands == 1 ? e : e->bands[pe >= e->split]; }
+static inline Engine *owner(Engine *e, u32 node) { return e->num_bands == 1 ? e : e->bands[node >= e->split]; }
+static inline Engine *owner_of_pe(Engine *e, u32 pe) { return owner(e, e->sites[pe].first_node); }
 /* wheel.c */
 void schedule(Engine *e, u32 id, i32 time);
 i32 next_event(const Engine *e);
-Bucket take_events(Engine *e, i32 t);
-void return_events(Engine *e, Bucket events);
+void take_events(Engine *e, i32 t);
 void free_events(Engine *e);
+/* ahead.c */
+void ask_record(const void *address, size_t size);
+void look_ahead(const Engine *e, const u32 *ids, u32 count, u32 i);
+void look_ahead_pe(Engine *e, const u32 *pes, u32 count, u32 i);
 /* queue.c */
 u32 node_of(const Engine *e, u32 pe, u32 kind, u32 colour);
 void settle(Node *node, i32 t);
@@ -240,8 +266,9 @@ u32 read_word(Engine *e, Stream *stream, u32 index);
 /* transfer.c */
 void continue_operation(Engine *e, u32 id, i32 t);
 void start_operation(Engine *e, u32 id, i32 t);
+int receive_at(Engine *e, Node *node, i32 arrives, i32 t);
 /* flow.c */
-void stop_movers(Engine *e, const Chunk *events, i32 t);
+void stop_movers(Engine *e, i32 t);
 void stop_border(Engine *e, i32 t);
 void start_movers(Engine *e, i32 t);
 void start_border(Engine *e, i32 t);
@@ -262,7 +289,9 @@ int check_operands(Engine *e, u32 pe, const i32 *row, i32 length, int *overlaps)
 void free_target(Engine *e, u32 pe, const i32 *row, i32 length, i32 dtype);
 void finish(Engine *e, u32 pe, const i32 *row, i32 length, float *a, float *b);
 i32 run_vector(Engine *e, u32 pe, const i32 *row, i32 length);
+static inline Run *piece_of(Operation *op, u32 index) { return index ? op->pieces + index - 1 : &op->piece; }
 /* operation.c */
+void forget_streams(Operation *op);
 Stream *forward_stream(Engine *e, Operation *op, Stream *in, u32 offset, u32 count, u32 first);
 int issue(Engine *e, u32 pe, const i32 *row, i32 length, int inside, i32 now, i32 t);
 void later(Engine *e, u32 pe, Pe *p, i32 now);

@@ -19,7 +19,7 @@ static void begin_run(Engine *e, u32 id, Node *node, i32 t) {
         int direction = __builtin_ctz(rest);
         u32 target = target_of(e, node, direction);
         /* The other thread must find words that depend on nothing of this band; now it waits. */
-        if (node->border && owner(e, node->pe) != owner(e, e->nodes[target].pe)) keep_words(e, run.stream);
+        if (node->border && owner(e, id) != owner(e, target)) keep_words(e, run.stream);
         feed_open(e, target, id, run.stream, run.offset + (u32)node->taken, t + latency(e, direction), t);
     }
     if (run.count != OPEN) schedule(e, id, t + run.count - node->taken);
@@ -34,22 +34,21 @@ static void end_run(Engine *e, Node *node, i32 t) {
     i32 fired = t - node->fire_start;
     for (u32 rest = node->links; rest; rest &= rest - 1)
         feed_close(e, target_of(e, node, __builtin_ctz(rest)), fired, t);
-    node->fired += (u32)fired;
     if (node->kind == NODE_ROUTER) {
         e->link_words += (i64)fired * __builtin_popcount(node->links & 15);
-        e->pes[node->pe].hops += (u32)fired;
+        e->sites[node->pe].hops += (u32)fired;
     }
 }
 
-static void stop_node(Engine *e, u32 id, Node *node, i32 t) {
-    Pe *p = e->pes + node->pe;
+static void stop_node(Engine *e, u32 id, Node *node, int may_start, i32 t) {
+    Site *p = e->sites + node->pe;
     end_run(e, node, t);
     settle(node, t);
     node->firing = 0;
-    p->links &= (u8)~node->links;
+    p->links &= ~(u32)node->links;
     if (node->fed) schedule(e, node->feeder, t + node->capacity - occupied_at(node, t));
     if (t - 1 > e->last_event) e->last_event = t - 1;
-    add_starter(e, id);
+    if (may_start && node->head != NIL) add_starter(e, id);
     if (!node->shared) return;
     u32 *waiting = node->kind == NODE_ROUTER ? &p->waiting_routers : &p->waiting_outputs;
     for (; *waiting; *waiting &= *waiting - 1)
@@ -68,10 +67,15 @@ static void continue_node(Engine *e, u32 id, i32 t) {
             begin_run(e, id, node, t);
             return;
         }
-        stop_node(e, id, node, t);
-    } else if (wanted_links(e, node, t) != node->links || !targets_free(e, id, node, node->links, t)) {
-        stop_node(e, id, node, t);
+        stop_node(e, id, node, 1, t);
+    } else if (wanted_links(e, node, t) != node->links) {
+        stop_node(e, id, node, 1, t);
         node->taken = taken;
+    } else if (!targets_free(e, id, node, node->links, t)) {
+        stop_node(e, id, node, 0, t); /* it would find the same targets full again in this cycle */
+        node->taken = taken;
+        node->waits_since = t;
+        node->cause = WAIT_ROOM;
     } else
         for (u32 rest = node->links; rest; rest &= rest - 1)
             schedule_full(e, id, e->nodes + target_of(e, node, __builtin_ctz(rest)), t);
@@ -91,7 +95,7 @@ static void start_node(Engine *e, u32 id, i32 t) {
         schedule(e, id, arrives);
         return;
     }
-    Pe *p = e->pes + node->pe;
+    Site *p = e->sites + node->pe;
     u8 links = wanted_links(e, node, t);
     if (p->links & links) {
         u32 *waiting = node->kind == NODE_ROUTER ? &p->waiting_routers : &p->waiting_outputs;
@@ -133,9 +137,13 @@ static int by_turn(const void *left, const void *right) {
     return a->id < b->id ? -1 : a->id > b->id;
 }
 
-static void stop_some(Engine *e, const u32 *ids, u32 count, i32 t) {
-    for (u32 i = 0; i < count && !e->fault; i++) {
-        u32 id = ids[i];
+/* First half of a cycle: movers that fire and cannot go on stop; the others are remembered as starters. */
+void stop_movers(Engine *e, i32 t) {
+    e->num_starters = e->num_candidates = e->num_border = e->num_border_starters = 0;
+    for (u32 colour = 0; colour < MAX_COLOURS; colour++) e->fresh[colour].count = 0;
+    for (u32 i = 0; i < e->num_present && !e->fault; i++) {
+        u32 id = e->present[i];
+        look_ahead(e, e->present, e->num_present, i);
         if ((id & ID_KIND) == ID_PE) {
             e->ready_pes = grow(e, e->ready_pes, &e->room_ready, e->num_ready + 1, sizeof(u32));
             e->ready_pes[e->num_ready++] = id & ID_INDEX;
@@ -148,12 +156,6 @@ static void stop_some(Engine *e, const u32 *ids, u32 count, i32 t) {
         } else if (e->nodes[id].firing) continue_node(e, id, t);
         else add_starter(e, id);
     }
-}
-
-/* First half of a cycle: movers that fire and cannot go on stop; the others are remembered as starters. */
-void stop_movers(Engine *e, const Chunk *events, i32 t) {
-    e->num_starters = e->num_candidates = e->num_border = e->num_border_starters = 0;
-    for (; events; events = events->next) stop_some(e, events->ids, events->count, t);
 }
 
 void stop_border(Engine *e, i32 t) {
@@ -169,14 +171,28 @@ static void start_in_turn(Engine *e, Candidate *candidates, u32 count, i32 t) {
     for (u32 i = 0; i < count && !e->fault; i++) start_node(e, candidates[i].id, t);
 }
 
+/* Those that have waited, in the order of their turn; then those that begin to wait now, colour by colour. Order only
+ * matters among the colours of one router, so there is nothing more to sort. */
+static void start_candidates(Engine *e, i32 t) {
+    start_in_turn(e, e->candidates, e->num_candidates, t);
+    for (u32 colour = 0; colour < MAX_COLOURS; colour++) {
+        const Ids *fresh = e->fresh + colour;
+        for (u32 i = 0; i < fresh->count && !e->fault; i++) {
+            look_ahead(e, fresh->ids, fresh->count, i);
+            start_node(e, fresh->ids[i], t);
+        }
+    }
+}
+
 /* Second half: whoever can, starts; those that share links in the order of their turn. */
 void start_movers(Engine *e, i32 t) {
     for (u32 i = 0; i < e->num_starters && !e->fault; i++) {
         u32 id = e->starters[i];
+        look_ahead(e, e->starters, e->num_starters, i);
         if (id & ID_OPERATION) start_operation(e, id, t);
         else start_node(e, id, t);
     }
-    start_in_turn(e, e->candidates, e->num_candidates, t);
+    start_candidates(e, t);
 }
 
 void start_border(Engine *e, i32 t) { start_in_turn(e, e->border_starters, e->num_border_starters, t); }

@@ -64,11 +64,9 @@ int check_operands(Engine *e, u32 pe, const i32 *row, i32 length, int *overlaps)
         if (row[fields[i]] != KIND_MEM) continue;
         i32 dtype = fields[i] == F_DST && row[F_OP] == OP_CONVERT ? row[F_IMM] : row[F_DTYPE];
         if (!range_of(e, pe, row, fields[i], operand_length(row, fields[i], length), dtype, &low, &high)) return 0;
-        if (!p->num_receives) continue;
-        for (int thread = 0; thread < NUM_THREADS; thread++) {
-            if (p->threads[thread] == NIL) continue;
-            const Operation *op = e->operations + p->threads[thread];
-            if (op->writes_memory && low < op->high && high > op->low) *overlaps = 1;
+        for (u32 rest = p->receiving; rest; rest &= rest - 1) {
+            const Operation *op = e->operations + p->threads[__builtin_ctz(rest)];
+            if (low < op->high && high > op->low) *overlaps = 1;
         }
     }
     return 1;

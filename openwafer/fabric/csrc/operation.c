@@ -44,10 +44,7 @@ static void send_words(Engine *e, Operation *op) {
 
 /* The main thread waits for it and nothing else runs: its operands cannot change before they are used. */
 static int is_alone(const Engine *e, const Operation *op) {
-    if (op->thread != MAIN_THREAD) return 0;
-    for (int thread = 0; thread < MAIN_THREAD; thread++)
-        if (e->pes[op->pe].threads[thread] != NIL) return 0;
-    return 1;
+    return op->thread == MAIN_THREAD && !e->pes[op->pe].running;
 }
 
 /* The operand that is not the stream: as read at issue, or from memory, into `scratch`; NULL if there is none. */
@@ -109,10 +106,11 @@ Stream *forward_stream(Engine *e, Operation *op, Stream *in, u32 offset, u32 cou
 
 static u32 new_operation(Engine *e) {
     u32 index = e->free_operation;
-    if (index != NIL) e->free_operation = e->operations[index].next_free;
-    else {
-        e->operations = grow(e, e->operations, &e->room_operations, e->num_operations + 1, sizeof(Operation));
-        index = e->num_operations++;
+    if (index != NIL) {
+        e->free_operation = e->operations[index].next_free;
+        ask_record(e->operations + e->free_operation, sizeof(Operation)); /* for the next one */
+    } else {
+        index = e->num_operations++; /* there is room for all threads of all PEs */
         memset(e->operations + index, 0, sizeof(Operation));
     }
     return index;
@@ -166,28 +164,32 @@ int issue(Engine *e, u32 pe, const i32 *row, i32 length, int inside, i32 now, i3
         range_of(e, pe, row, F_DST, length, row[F_DTYPE], &low, &high);
         op->low = (i32)low;
         op->high = (i32)high;
-        op->writes_memory = 1;
-        p->num_receives++;
+        p->receiving |= (u16)(1 << thread);
     }
     if (reads && row[F_DST] == KIND_REG) p->registers_pending++;
     p->threads[thread] = index;
+    p->running |= (u16)(1 << thread);
     if (input != NIL) e->nodes[input].operation = index;
     if (output != NIL) e->nodes[output].operation = index;
-    if (op->remaining) schedule(e, ID_OPERATION | index, start);
+    if (op->remaining && input != NIL && e->nodes[input].head == NIL) { /* the first word will wake it */
+        op->waits_since = start;
+        op->cause = WAIT_WORDS;
+    } else if (op->remaining) schedule(e, ID_OPERATION | index, start);
     else {
         op->done_at = start;
+        p->finished |= (u16)(1 << thread);
         schedule(e, ID_PE | pe, start);
     }
     return 1;
 }
 
-static void receive_copy(Engine *e, const Operation *op) {
+static void receive_copy(Engine *e, Operation *op) {
     const i32 *row = op->row;
     u32 size = type_bytes(row[F_DTYPE]);
     u8 *to = memory_of(e, op->pe, address_of(e, op->pe, row, F_DST));
     free_target(e, op->pe, row, op->length, row[F_DTYPE]);
     for (u32 i = 0; i < op->num_pieces; i++) {
-        const Run *piece = op->pieces + i;
+        const Run *piece = piece_of(op, i);
         u32 *words = size == 4 ? (u32 *)to : (u32 *)e->scratch[0];
         read_words(e, piece->stream, piece->offset, (u32)piece->count, words);
         if (size == 2)
@@ -205,7 +207,7 @@ static void receive(Engine *e, Operation *op) {
     float *a = e->scratch[0], *b;
     u32 *words = (u32 *)e->scratch[1], filled = 0;
     for (u32 i = 0; i < op->num_pieces; i++) {
-        const Run *piece = op->pieces + i;
+        const Run *piece = piece_of(op, i);
         read_words(e, piece->stream, piece->offset, (u32)piece->count, words + filled);
         filled += (u32)piece->count;
     }
@@ -227,20 +229,29 @@ void later(Engine *e, u32 pe, Pe *p, i32 now) {
     schedule(e, ID_PE | pe, now);
 }
 
+void forget_streams(Operation *op) {
+    int receives = op->input != NIL && op->output == NIL;
+    for (u32 i = 0; i < op->num_pieces; i++) release(piece_of(op, i)->stream);
+    if (!receives) {
+        release(op->out);
+        release(op->in);
+    }
+    release(op->operand);
+}
+
 void complete(Engine *e, Pe *p, u32 thread, i32 t) {
     u32 index = p->threads[thread];
     Operation *op = e->operations + index;
     const i32 *row = op->row;
     if (op->input != NIL && op->output == NIL) receive(e, op);
     if (row[F_THEN] >= 0) p->activated |= 1u << row[F_THEN];
-    if (op->writes_memory) p->num_receives--;
+    p->receiving &= (u16)~(1 << thread);
+    p->running &= (u16)~(1 << thread);
+    p->finished &= (u16)~(1 << thread);
     if (op->input != NIL && row[F_DST] == KIND_REG) p->registers_pending--;
     if (op->input != NIL) e->nodes[op->input].operation = NIL;
     if (op->output != NIL) e->nodes[op->output].operation = NIL;
-    for (u32 i = 0; i < op->num_pieces; i++) release(op->pieces[i].stream);
-    release(op->out);
-    release(op->in);
-    release(op->operand);
+    forget_streams(op);
     if (e->tracing) add_span(e, op->pe, 100 + (i32)thread, op->start - e->costs.fabric_startup, t);
     op->pe = NIL;
     op->num_pieces = 0;

@@ -4,7 +4,7 @@
 static u32 below(u32 mask, u32 colour) { return (u32)__builtin_popcount(mask & ((1u << colour) - 1)); }
 
 u32 node_of(const Engine *e, u32 pe, u32 kind, u32 colour) {
-    const Pe *p = e->pes + pe;
+    const Site *p = e->sites + pe;
     if (kind == NODE_ROUTER) return p->first_node + below(p->routers, colour);
     u32 outputs = p->first_node + (u32)__builtin_popcount(p->routers);
     if (kind == NODE_OUTPUT) return outputs + below(p->outputs, colour);
@@ -41,6 +41,7 @@ static u32 new_run(Engine *e) {
     u32 index = e->free_run;
     if (index != NIL) {
         e->free_run = e->runs[index].next;
+        ask_record(e->runs + e->free_run, sizeof(Run)); /* for the next one */
         return index;
     }
     e->runs = grow(e, e->runs, &e->room_runs, e->num_runs + 1, sizeof(Run));
@@ -86,7 +87,7 @@ int target_free(Engine *e, u32 id, Node *target, int side, i32 t) {
     }
     i32 room = target->capacity - occupied_at(target, t);
     if (room > 0) return 1;
-    if (target->firing || target->advance_at) schedule(e, id, t + 1);
+    if (target->firing || (target->kind == NODE_ROUTER && target->advance_at)) schedule(e, id, t + 1);
     target->blocked |= (u8)(1 << side);
     return 0;
 }
@@ -121,7 +122,7 @@ static int extend_run(Engine *e, Node *node, const Stream *stream, u32 offset, i
 
 void feed_open(Engine *e, u32 index, u32 feeder, Stream *stream, u32 offset, i32 arrives, i32 t) {
     Node *node = e->nodes + index;
-    e = owner(e, node->pe);
+    e = owner(e, index);
     if (node->fed) {
         fail(e, FAULT_COLLISION, node->pe, t, node->colour);
         return;
@@ -139,8 +140,9 @@ void feed_open(Engine *e, u32 index, u32 feeder, Stream *stream, u32 offset, i32
     e->runs[run] = (Run){stream, offset, NIL, arrives, OPEN};
     int woken = 0; /* the drainer will be evaluated when the run arrives, and schedules the fill if it cannot start */
     if (node->head == NIL) {
-        node->head = run;
+        node->head = node->tail = run;
         node->taken = 0;
+        if (receive_at(e, node, arrives, t)) return;
         woken = arrives < t + node->capacity - occupied_at(node, t);
         if (node->kind != NODE_INPUT) schedule(e, index, arrives);
         else {
@@ -156,7 +158,7 @@ void feed_open(Engine *e, u32 index, u32 feeder, Stream *stream, u32 offset, i32
 
 void feed_close(Engine *e, u32 index, i32 count, i32 t) {
     Node *node = e->nodes + index;
-    e = owner(e, node->pe);
+    e = owner(e, index);
     settle(node, t);
     node->fed = 0;
     Run *run = e->runs + node->tail;
@@ -166,7 +168,7 @@ void feed_close(Engine *e, u32 index, i32 count, i32 t) {
     if (node->firing) {
         i32 end = node->fire_start + count - node->taken;
         /* An instruction that ends by itself then is evaluated anyway. */
-        int known = node->kind == NODE_INPUT && node->fire_start + e->operations[node->operation].remaining <= end;
+        int known = node->kind == NODE_INPUT && node->drained_at <= end;
         if (!known) schedule(e, drainer(index, node), end);
     }
     else if (node->taken == count) pop_run(e, node);
@@ -196,9 +198,14 @@ void add_starter(Engine *e, u32 id) {
     }
     if (!(id & ID_KIND) && e->nodes[id].shared) {
         const Node *node = e->nodes + id;
+        if (node->waits_since < 0) {
+            Ids *fresh = e->fresh + node->colour;
+            fresh->ids = grow(e, fresh->ids, &fresh->room, fresh->count + 1, sizeof(u32));
+            fresh->ids[fresh->count++] = id;
+            return;
+        }
         e->candidates = grow(e, e->candidates, &e->room_candidates, e->num_candidates + 1, sizeof(Candidate));
-        i32 since = node->waits_since >= 0 ? node->waits_since : e->now;
-        e->candidates[e->num_candidates++] = (Candidate){since, node->colour, id};
+        e->candidates[e->num_candidates++] = (Candidate){node->waits_since, node->colour, id};
         return;
     }
     e->starters = grow(e, e->starters, &e->room_starters, e->num_starters + 1, sizeof(u32));

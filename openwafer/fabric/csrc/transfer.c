@@ -2,12 +2,12 @@
 #include "engine.h"
 
 static void add_piece(Engine *e, Operation *op, Run piece) {
-    Run *last = op->pieces + op->num_pieces - 1;
-    if (op->num_pieces && last->stream == piece.stream && last->offset + (u32)last->count == piece.offset) return;
-    op->pieces = grow(e, op->pieces, &op->room_pieces, op->num_pieces + 1, sizeof(Run));
+    Run *last = op->num_pieces ? piece_of(op, op->num_pieces - 1) : NULL;
+    if (last && last->stream == piece.stream && last->offset + (u32)last->count == piece.offset) return;
+    op->pieces = grow(e, op->pieces, &op->room_pieces, op->num_pieces, sizeof(Run));
     retain(piece.stream);
     piece.count = 0;
-    op->pieces[op->num_pieces++] = piece;
+    *piece_of(op, op->num_pieces++) = piece;
 }
 
 /* The stream that the words from the head run of the input turn into, and where in it they begin. */
@@ -34,6 +34,7 @@ static void begin_operation(Engine *e, u32 id, Operation *op, i32 t) {
         Node *node = e->nodes + op->input;
         Run run = e->runs[node->head];
         node->fire_start = t;
+        node->drained_at = t + op->remaining;
         if (run.count != OPEN && run.count - node->taken < op->remaining) schedule(e, id, t + run.count - node->taken);
         if (op->output == NIL) {
             run.offset += (u32)node->taken;
@@ -52,15 +53,15 @@ static void end_operation(Engine *e, Operation *op, i32 t) {
     if (op->input != NIL) {
         Node *node = e->nodes + op->input;
         node->taken += fired;
-        node->fired += (u32)fired;
-        if (op->output == NIL) op->pieces[op->num_pieces - 1].count += fired;
+        if (op->output == NIL) piece_of(op, op->num_pieces - 1)->count += fired;
         const Run *run = e->runs + node->head;
         if (run->count != OPEN && run->count == node->taken) pop_run(e, node);
     }
     if (op->output != NIL) feed_close(e, op->output, fired, t);
 }
 
-static void stop_operation(Engine *e, u32 id, Operation *op, i32 t) {
+/* `cause`: why it cannot start again in this cycle, if that is known. */
+static void stop_operation(Engine *e, u32 id, Operation *op, u8 cause, i32 t) {
     end_operation(e, op, t);
     op->firing = 0;
     if (op->input != NIL) {
@@ -71,10 +72,12 @@ static void stop_operation(Engine *e, u32 id, Operation *op, i32 t) {
     }
     if (t - 1 > e->last_event) e->last_event = t - 1;
     if (op->remaining) {
-        add_starter(e, id);
+        if (cause == WAIT_NONE) add_starter(e, id);
+        else op->waits_since = t, op->cause = cause;
         return;
     }
     op->done_at = t;
+    e->pes[op->pe].finished |= (u16)(1 << op->thread);
     e->ready_pes = grow(e, e->ready_pes, &e->room_ready, e->num_ready + 1, sizeof(u32));
     e->ready_pes[e->num_ready++] = op->pe;
 }
@@ -82,8 +85,12 @@ static void stop_operation(Engine *e, u32 id, Operation *op, i32 t) {
 void continue_operation(Engine *e, u32 id, i32 t) {
     Operation *op = e->operations + (id & ID_INDEX);
     i32 fired = t - op->fire_start;
-    if (op->remaining == fired || (op->output != NIL && !target_free(e, id, e->nodes + op->output, RAMP, t))) {
-        stop_operation(e, id, op, t);
+    if (op->remaining == fired) {
+        stop_operation(e, id, op, WAIT_NONE, t);
+        return;
+    }
+    if (op->output != NIL && !target_free(e, id, e->nodes + op->output, RAMP, t)) {
+        stop_operation(e, id, op, WAIT_ROOM, t);
         return;
     }
     if (op->input != NIL) {
@@ -91,7 +98,7 @@ void continue_operation(Engine *e, u32 id, i32 t) {
         const Run *run = e->runs + node->head;
         if (run->count != OPEN && node->taken + fired == run->count) {
             if (run->next == NIL || e->runs[run->next].arrives > t) {
-                stop_operation(e, id, op, t);
+                stop_operation(e, id, op, WAIT_NONE, t);
             } else {
                 end_operation(e, op, t);
                 begin_operation(e, id, op, t);
@@ -107,6 +114,7 @@ void start_operation(Engine *e, u32 id, i32 t) {
     if (op->firing || op->remaining == 0 || op->pe == NIL) return;
     Node *input = op->input == NIL ? NULL : e->nodes + op->input;
     if (t < op->start) { /* woken by a word that arrived early */
+        if (op->waits_since >= 0) schedule(e, id, op->start);
         if (input) schedule_fill(e, input, t);
         return;
     }
@@ -134,4 +142,20 @@ void start_operation(Engine *e, u32 id, i32 t) {
         wake_feeders(e, input, t + 1);
     }
     begin_operation(e, id, op, t);
+}
+
+/* The first words for an instruction that waits and only writes memory or a register: it is certain now, in cycle t,
+ * that it takes them as they arrive, which saves an event of its own. Until they arrive the words on their way count
+ * as if they were being drained already; nobody else looks at this queue. */
+int receive_at(Engine *e, Node *node, i32 arrives, i32 t) {
+    if (node->kind != NODE_INPUT || node->operation == NIL || node->blocked) return 0;
+    Operation *op = e->operations + node->operation;
+    if (op->output != NIL || op->firing || op->remaining == 0 || op->start > arrives || op->waits_since < 0) return 0;
+    e->stalls[op->cause] += arrives - op->waits_since;
+    op->waits_since = -1;
+    op->firing = 1;
+    node->firing = 1;
+    node->occupied = (i16)(node->occupied + arrives - t);
+    begin_operation(e, ID_OPERATION | node->operation, op, arrives);
+    return 1;
 }

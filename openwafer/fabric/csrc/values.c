@@ -233,22 +233,33 @@ static void tile_column(i32 dtype, float *c, const float *a, float b, i32 m) {
         }
 }
 
-void tile(i32 dtype, u8 *c, const u8 *a, const u8 *b, i32 m, i32 n, i32 k) {
-    float columns_a[64], columns_c[64];
+enum { STRIP = 64, DEPTH = 64 }; /* rows and steps of A that are held as floats on the stack */
+
+/* c[m, n] += a[m, k] @ b[k, n] for at most STRIP rows and DEPTH steps; `m` and `full` are the heights of A and C in
+ * memory and the depth of B. Each element sees its steps in order. */
+static void tile_block(i32 dtype, u8 *c, const u8 *a, const u8 *b, i32 rows, i32 n, i32 k, i32 m, i32 full) {
+    float columns_a[DEPTH * STRIP], column_b[DEPTH], column_c[STRIP];
     u32 size = type_bytes(dtype);
-    /* Rows in strips that fit the stack; each element still sees its k steps in order. */
-    for (i32 row = 0; row < m; row += 64) {
-        i32 rows = m - row < 64 ? m - row : 64;
-        for (i32 column = 0; column < n; column++) {
-            u8 *target = c + (size_t)size * ((size_t)column * m + row);
-            load_elements(dtype, target, 1, rows, columns_c);
-            for (i32 step = 0; step < k; step++) {
-                float factor;
-                load_elements(dtype, a + (size_t)size * ((size_t)step * m + row), 1, rows, columns_a);
-                load_elements(dtype, b + (size_t)size * ((size_t)column * k + step), 1, 1, &factor);
-                tile_column(dtype, columns_c, columns_a, factor, rows);
-            }
-            store_elements(dtype, target, 1, rows, columns_c);
-        }
+    if (rows == m) load_elements(dtype, a, 1, rows * k, columns_a);
+    else
+        for (i32 step = 0; step < k; step++)
+            load_elements(dtype, a + (size_t)size * (size_t)step * (size_t)m, 1, rows, columns_a + step * rows);
+    for (i32 column = 0; column < n; column++) {
+        u8 *target = c + (size_t)size * (size_t)column * (size_t)m;
+        load_elements(dtype, target, 1, rows, column_c);
+        load_elements(dtype, b + (size_t)size * (size_t)column * (size_t)full, 1, k, column_b);
+        for (i32 step = 0; step < k; step++)
+            tile_column(dtype, column_c, columns_a + step * rows, column_b[step], rows);
+        store_elements(dtype, target, 1, rows, column_c);
     }
+}
+
+void tile(i32 dtype, u8 *c, const u8 *a, const u8 *b, i32 m, i32 n, i32 k) {
+    size_t size = type_bytes(dtype);
+    for (i32 row = 0; row < m; row += STRIP)
+        for (i32 step = 0; step < k; step += DEPTH) {
+            i32 rows = m - row < STRIP ? m - row : STRIP, steps = k - step < DEPTH ? k - step : DEPTH;
+            tile_block(dtype, c + size * (size_t)row, a + size * ((size_t)step * (size_t)m + (size_t)row),
+                       b + size * (size_t)step, rows, n, steps, m, k);
+        }
 }

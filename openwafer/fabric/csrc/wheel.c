@@ -1,6 +1,7 @@
 /* What happens when: a wheel of the next 4096 cycles, and a heap for what is later. */
 #include "engine.h"
 #include <stdlib.h>
+#include <string.h>
 
 static void put(Engine *e, u32 id, i32 time) {
     u32 slot = (u32)time % WHEEL;
@@ -42,7 +43,7 @@ static u64 heap_pop(Engine *e) {
 }
 
 void schedule(Engine *e, u32 id, i32 time) {
-    if (!(id & ID_KIND)) e = owner(e, e->nodes[id].pe);
+    if (!(id & ID_KIND)) e = owner(e, id);
     if (time <= e->now) abort(); /* our own invariant: the present is decided */
     if (time - e->now < WHEEL) put(e, id, time);
     else heap_push(e, (u64)(u32)time << 32 | id);
@@ -70,19 +71,21 @@ i32 next_event(const Engine *e) {
     return e->heap_count && (i32)(e->heap[0] >> 32) < t ? (i32)(e->heap[0] >> 32) : t;
 }
 
-/* The events of cycle t, which becomes the present. */
-Bucket take_events(Engine *e, i32 t) {
+/* The events of cycle t, which becomes the present: in a row, so that the loops over them can look ahead. */
+void take_events(Engine *e, i32 t) {
     while (e->heap_count && (i32)(e->heap[0] >> 32) == t) put(e, (u32)heap_pop(e), t);
     u32 slot = (u32)t % WHEEL;
     Bucket events = e->wheel[slot];
     e->wheel[slot] = (Bucket){0};
     e->occupied[slot / 64] &= ~(1ull << (slot % 64));
     e->now = t;
-    for (const Chunk *chunk = events.first; chunk; chunk = chunk->next) e->events += chunk->count;
-    return events;
-}
-
-void return_events(Engine *e, Bucket events) {
+    e->num_present = 0;
+    for (const Chunk *chunk = events.first; chunk; chunk = chunk->next) {
+        e->present = grow(e, e->present, &e->room_present, e->num_present + chunk->count, sizeof(u32));
+        memcpy(e->present + e->num_present, chunk->ids, chunk->count * sizeof(u32));
+        e->num_present += chunk->count;
+    }
+    e->events += e->num_present;
     if (!events.last) return;
     events.last->next = e->free_chunk;
     e->free_chunk = events.first;
@@ -99,5 +102,5 @@ static void free_chunks(Chunk *chunk) {
 void free_events(Engine *e) {
     for (u32 i = 0; i < WHEEL; i++) free_chunks(e->wheel[i].first);
     free_chunks(e->free_chunk);
-    free(e->heap);
+    free(e->heap), free(e->present);
 }

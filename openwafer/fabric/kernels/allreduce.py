@@ -15,22 +15,26 @@ from openwafer.systems import Wafer
 
 @dataclass(frozen=True)
 class Spread:
-    """The vector of the PE at `root` to all others of the line, by multicast, one colour for each direction."""
+    """The vector of the PE at `root` to all others of the line, by multicast, one colour for each direction.
+
+    The line is `length` PEs of the axis from `start` on; `root` and the index of a PE count from there.
+    """
 
     length: int
     root: int
     colours: tuple[int, int]  # towards index 0, towards the end
+    start: int = 0
 
     def route(self, axis: Axis) -> None:
-        down, up = axis.backward, axis.forward
+        down, up, root, last = axis.backward, axis.forward, self.start + self.root, self.start + self.length - 1
         if self.root > 0:
-            axis.route(self.colours[0], self.root, RAMP, down)
-            axis.route(self.colours[0], 1, up, (down, RAMP), self.root - 1)
-            axis.route(self.colours[0], 0, up, RAMP)
-        if self.root < self.length - 1:
-            axis.route(self.colours[1], self.root, RAMP, up)
-            axis.route(self.colours[1], self.root + 1, down, (up, RAMP), self.length - self.root - 2)
-            axis.route(self.colours[1], self.length - 1, down, RAMP)
+            axis.route(self.colours[0], root, RAMP, down)
+            axis.route(self.colours[0], self.start + 1, up, (down, RAMP), self.root - 1)
+            axis.route(self.colours[0], self.start, up, RAMP)
+        if root < last:
+            axis.route(self.colours[1], root, RAMP, up)
+            axis.route(self.colours[1], root + 1, down, (up, RAMP), last - root - 1)
+            axis.route(self.colours[1], last, down, RAMP)
 
     def emit(self, pe: ProgramBuilder, index: int, vector: Mem, op: Op = Op.ADD) -> None:
         if index == self.root:
@@ -52,25 +56,50 @@ class Spread:
 
 @dataclass(frozen=True)
 class Pipelined:
-    """A chain to index 0, then a broadcast."""
+    """A chain to index 0, then a broadcast. Indices count from `start`."""
 
     length: int
     colours: tuple[int, int, int]
+    start: int = 0
 
     def _parts(self) -> tuple[Chain, Spread]:
-        chain = Chain(tuple(reversed(range(self.length))), self.colours[:2])
-        return chain, Spread(self.length, 0, (self.colours[2], self.colours[2]))
+        chain = Chain(tuple(reversed(range(self.start, self.start + self.length))), self.colours[:2])
+        return chain, Spread(self.length, 0, (self.colours[2], self.colours[2]), self.start)
 
     def route(self, axis: Axis) -> None:
         for part in self._parts():
             part.route(axis)
 
     def emit(self, pe: ProgramBuilder, index: int, vector: Mem, op: Op = Op.ADD) -> None:
-        for part in self._parts():
-            part.emit(pe, index, vector, op)
+        chain, spread = self._parts()
+        chain.emit(pe, self.start + index, vector, op)
+        spread.emit(pe, index, vector, op)
 
     def cycles(self, wafer: Wafer, words: int) -> float:
         return sum(part.cycles(wafer, words) for part in self._parts())
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A sum of its own in each of the line's blocks of equal length."""
+
+    length: int
+    block: int
+    colours: tuple[int, int, int]
+
+    def _sum(self, start: int) -> Pipelined:
+        return Pipelined(self.block, self.colours, start)
+
+    def route(self, axis: Axis) -> None:
+        for start in range(0, self.length, self.block):
+            self._sum(start).route(axis)
+
+    def emit(self, pe: ProgramBuilder, index: int, vector: Mem, op: Op = Op.ADD) -> None:
+        start = index // self.block * self.block
+        self._sum(start).emit(pe, index - start, vector, op)
+
+    def cycles(self, wafer: Wafer, words: int) -> float:
+        return self._sum(0).cycles(wafer, words)
 
 
 @dataclass(frozen=True)

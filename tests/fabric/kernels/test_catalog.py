@@ -26,7 +26,8 @@ SMALL = [
     ("spmm", {"width": 3, "height": 2, "size": 12, "columns": 20, "density": 0.3, "algorithm": "coo"}),
     ("stencil", {"width": 5, "height": 4, "depth": 64, "steps": 2}),
     ("softmax", {"num_pes": 60, "size": 16}),
-    ("decode", {"grid": 24, "width": 288, "feed_forward": 480, "context": 240, "group": 5}),
+    ("decode", {"grid": 24, "width": 168, "feed_forward": 480, "context": 168, "group": 5}),
+    ("decode", {"grid": 24, "width": 288, "feed_forward": 480, "context": 240, "heads": 4, "kv_heads": 2}),
     ("rmsnorm", {"num_pes": 60, "size": 16}),
 ]
 
@@ -52,6 +53,8 @@ def test_values_and_formula(name: str, options: dict, chip: str) -> None:
         ("stencil", {"width": 3, "height": 2, "depth": 12, "steps": 2}),
         ("softmax", {"num_pes": 7, "size": 3, "group": 3}),
         ("decode", {"grid": 4, "width": 8, "feed_forward": 12, "context": 4, "group": 2}),
+        ("decode", {"grid": 4, "width": 16, "feed_forward": 12, "context": 8, "group": 2, "heads": 2, "kv_heads": 1}),
+        ("gemv", {"grid": 3, "size": 360, "group": 2}),  # vectors that fill the write buffer
     ],
 )
 def test_the_reference_takes_the_same_cycles(name: str, options: dict) -> None:
