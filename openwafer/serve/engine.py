@@ -12,9 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
-
-import numpy as np
 
 from openwafer.errors import UserError
 from openwafer.models.config import ModelConfig
@@ -25,15 +22,14 @@ from openwafer.serve.batching import Flight, Rows
 from openwafer.serve.block_pool import BlockPool
 from openwafer.serve.core import Engine, EngineStats, Event, FinishReason, QueueFullError, Request, TokenLogprob
 from openwafer.serve.engine_config import EngineConfig
+from openwafer.serve.growth import grow
 from openwafer.serve.runner import AheadRunner, FlyingRunner, Runner
-from openwafer.serve.sampler import SamplingError, draw, logprobs_of, refuse_infinite
 from openwafer.serve.scheduler import Scheduler, Work
 from openwafer.serve.sequence import Sequence
 from openwafer.serve.speculation import Lookup, Speculator
 
 __all__ = ["EngineConfig", "LocalEngine", "open_engine"]
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 3.0  # for a step of other processes to end; the server's own patience is a little longer
 
@@ -290,106 +286,26 @@ class LocalEngine:
 
     def _after(self, work: Work, rows: Rows) -> None:
         """Take the results of a step into account: those of the work's last rows."""
-        sequence, sampling = work.sequence, work.sequence.request.sampling
-        if rows.logits is not None and len(rows) == work.stop - work.start:
-            self._note_prompt_logprobs(work, rows.logits)
-        if not work.draws:
+        growth = grow(work, rows, self.max_context)
+        if growth is None:
             return
-        known = len(sequence.tokens)
-        sequence.in_flight = False
-        first = len(rows) - (work.stop - known + 1)
-        drafts, sequence.drafts = sequence.drafts, []
-        tokens: list[int] = []
-        logprobs: list[TokenLogprob] = []
-        finish: FinishReason | None = None
-        error: str | None = None
-        for index in range(len(rows) - first):
-            try:
-                token = self._draw(sequence, rows, first + index)
-                if token in sampling.stop_ids:
-                    finish = "stop"
-                    break
-                finish = self._append(sequence, token)
-            except SamplingError as problem:
-                finish, error = "error", str(problem)
-                break
-            tokens.append(token)
-            if sampling.num_logprobs is not None and rows.logits is not None:
-                logprobs += logprobs_of(rows.logits[first + index][None], [token], sampling.num_logprobs)
-            if finish is not None or index >= len(drafts):
-                break
-            if token != drafts[index]:
-                break
-        if drafts and sequence.request.prediction:
-            num_right = sum(mine == guess for mine, guess in zip(tokens, drafts, strict=False))
-            sequence.num_accepted += num_right
-            sequence.num_rejected += len(drafts) - num_right
-        sequence.num_computed = known + max(0, len(tokens) - 1)
-        self._num_generated_tokens += len(tokens)
-        self._scheduler.pool.publish(sequence)
-        self._report(sequence, tokens, logprobs, finish, error)
-
-    def _draw(self, sequence: Sequence, rows: Rows, index: int) -> int:
-        if rows.tokens is not None and rows.tops is not None:
-            refuse_infinite(rows.tops[index])
-            return rows.tokens[index]
-        assert rows.logits is not None
-        row, request = rows.logits[index], sequence.request
-        mask = None
-        if request.constraint is not None:
-            mask = _asked(request.constraint.allowed)
-        return draw(row, request.sampling, sequence.seed, sequence.num_drawn, sequence.counts, mask)
-
-    def _append(self, sequence: Sequence, token: int) -> FinishReason | None:
-        """Take a drawn token in; says whether it was the last."""
-        request = sequence.request
-        if sequence.first_token_s is None:
-            sequence.first_token_s = time.monotonic()
-        sequence.tokens.append(token)
-        if not sequence.is_plain:
-            sequence.counts[token] += 1
-        if (constraint := request.constraint) is not None:
-            _asked(lambda: constraint.advance(token))
-            if constraint.is_done:
-                return "stop"
-        if sequence.num_drawn >= request.sampling.max_tokens or len(sequence.tokens) >= self.max_context:
-            return "length"
-        return None
-
-    def _note_prompt_logprobs(self, work: Work, logits: np.ndarray) -> None:
         sequence = work.sequence
-        if not sequence.request.sampling.prompt_logprobs:
-            return
-        if not sequence.prompt_logprobs:
-            sequence.prompt_logprobs.append(None)
-        for position in range(work.start, min(work.stop, sequence.num_prompt - 1)):
-            if position + 1 == len(sequence.prompt_logprobs):
-                row, token = logits[position - work.start], sequence.tokens[position + 1]
-                num_top = sequence.request.sampling.num_logprobs or 0
-                sequence.prompt_logprobs += logprobs_of(row[None], [token], num_top)
-
-    def _report(
-        self,
-        sequence: Sequence,
-        tokens: list[int],
-        logprobs: list[TokenLogprob],
-        finish: FinishReason | None,
-        error: str | None,
-    ) -> None:
-        if finish is not None:
+        self._num_generated_tokens += len(growth.tokens)
+        self._scheduler.pool.publish(sequence)
+        if growth.finish is not None:
             self._forget(sequence)
         prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-        if sequence.request.sampling.prompt_logprobs and sequence.num_drawn == len(tokens):
+        if sequence.request.sampling.prompt_logprobs and sequence.num_drawn == len(growth.tokens):
             prompt_logprobs = tuple(sequence.prompt_logprobs)
         self._tell(
             sequence,
             Event(
-                tokens=tuple(tokens),
-                logprobs=tuple(logprobs),
+                tokens=tuple(growth.tokens),
+                logprobs=tuple(growth.logprobs),
                 prompt_logprobs=prompt_logprobs,
-                finish_reason=finish,
-                error=error,
-                usage=sequence.usage(time.monotonic()) if finish is not None else None,
+                finish_reason=growth.finish,
+                error=growth.error,
+                usage=sequence.usage(time.monotonic()) if growth.finish is not None else None,
             ),
         )
 
@@ -412,12 +328,3 @@ class LocalEngine:
         except Exception:  # noqa: BLE001
             # A listener that is gone must not take the other requests with it.
             _log.exception("request %s: its listener failed", sequence.request.id)
-
-
-def _asked(question: Callable[[], T]) -> T:
-    """What a constraint says; its failure is its request's, not the engine's."""
-    try:
-        return question()
-    except Exception as error:
-        _log.exception("a constraint failed")
-        raise SamplingError(f"the constraint on this answer failed: {error}") from error
