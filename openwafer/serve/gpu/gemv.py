@@ -61,7 +61,7 @@ def gemv_kernel(
 ):
     """out [num_outputs] (+)= activated(norm(x [NUM_INPUTS]) @ weight.T + bias); a program has BLOCK_N outputs."""
     EVEN: tl.constexpr = NUM_INPUTS % BLOCK_K == 0
-    LINES: tl.constexpr = BLOCK_K // 64 if BLOCK_K >= 64 else 1  # pyright: ignore[reportAssignmentType]
+    LINES: tl.constexpr = BLOCK_K // 64 if BLOCK_K >= 64 else 1
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Programs at the end read the last row again rather than masking every load.
     rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
@@ -132,7 +132,7 @@ def skinny_kernel(
     The order of a row's sums follows from the tile alone: neither other rows nor their number change its bits.
     """
     EVEN: tl.constexpr = NUM_INPUTS % BLOCK_K == 0
-    LINES: tl.constexpr = BLOCK_K // 64 if BLOCK_K >= 64 else 1  # pyright: ignore[reportAssignmentType]
+    LINES: tl.constexpr = BLOCK_K // 64 if BLOCK_K >= 64 else 1
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = (m < num_rows)[:, None]
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -14,7 +14,7 @@ def is_interpreted() -> bool:
 
 def mend() -> None:
     """NumPy 2.4 takes arrays of one element for numbers no more; Triton 3.6 bounds its loops with such ones."""
-    from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
+    from triton.runtime import interpreter
 
     original = interpreter._patch_lang_tensor
     if getattr(original, "is_mended", False):
