@@ -25,6 +25,8 @@ _LONG_FILES = (
     "test_rank.py",
     "test_cli_swarm.py",
     "test_docs.py",
+    "test_fast.py",
+    "test_rank_device.py",
     "test_cli_flash.py",
     "test_swarm.py",
     "test_cli_train.py",

@@ -13,7 +13,7 @@ from openwafer.errors import UserError
 from openwafer.swarmx.config import SwarmConfig
 from openwafer.swarmx.world import Meeting, _verdict
 
-HELLO = {"version": "1", "torch": "2", "params": "abc", "machine": "m", "threads": 1}
+HELLO = {"version": "1", "torch": "2", "params": "abc", "machine": "m", "threads": 1, "trouble": None}
 
 
 def meet(store: Any, hellos: list[dict[str, Any]], decide: Any = lambda num_csx: {"csx": num_csx}) -> list[dict]:
@@ -53,6 +53,7 @@ def test_all_are_told_the_same_and_leftovers_do_no_harm() -> None:
     [
         ("params", "rank 2 on host2:1 has other params"),
         ("version", "rank 2 on host2:1 has another version"),
+        ("trouble", "rank 2 on host2:1: 99"),
         ("torch", "rank 2 on host2:1 has another torch"),
         ("threads", "rank 2 on host2:1 has another number of threads"),
     ],
