@@ -11,7 +11,7 @@ from tiny_run import assert_same, tensors, write_params
 
 from openwafer.cli.main import main
 from openwafer.errors import UserError
-from openwafer.train.rank_device import Place
+from openwafer.train.rank_device import Place, RankDevice
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -54,11 +54,12 @@ def test_a_step_that_does_not_fit_is_refused_with_what_it_needs(params: Path, tm
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_host_without_a_gpu_is_named_before_anything_starts(params: Path, tmp_path: Path) -> None:
-    status, said = torchrun(2, ["-m", "openwafer"], params, tmp_path)
-    assert status != 0
-    assert "openwafer: rank 1 on " in said
-    assert "PyTorch sees no GPU here" in said
+def test_a_worker_without_a_gpu_says_so_and_a_store_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, name in ((1, "RANK"), (1, "LOCAL_RANK"), (2, "LOCAL_WORLD_SIZE")):
+        monkeypatch.setenv(name, str(rank))
+    with pytest.raises(UserError, match="PyTorch sees no GPU here"):
+        RankDevice.of_this_rank(1, None)
+    assert RankDevice.of_this_rank(2, None) is None
 
 
 def test_places() -> None:
