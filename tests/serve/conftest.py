@@ -2,6 +2,7 @@
 
 import itertools
 import queue
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,6 +135,20 @@ class Client:
             answer.logprobs += answer.last.logprobs
             answer.prompt_logprobs = answer.last.prompt_logprobs or answer.prompt_logprobs
         return answer
+
+    def ask_in_a_crowd(self, prompt: list[int], **sampling) -> Answer:
+        """Among 32 others of all lengths, some with the same beginning."""
+        rng = random.Random(1)
+        started = []
+        for number in range(33):
+            if number == 16:
+                started.append(self.start(self.request(prompt, **sampling)))
+                continue
+            other = prompt[: 1 + number]
+            if number % 3:
+                other = prompt[:20] + [rng.randrange(101) for _ in range(1 + number)]
+            started.append(self.start(self.request(other, max_tokens=5 + number, temperature=1.0)))
+        return [self.wait(events) for events in started][16]
 
 
 OpenTiny = Callable[..., Client]

@@ -97,15 +97,7 @@ def test_the_same_bits_in_a_crowd_on_any_number_of_stages(
     alone = bits(open_tiny(DEEP, max_step_tokens=64, **options).ask(PROMPT, **DRAWN))
     assert len(set(alone[0])) > 4
     crowd = open_pipeline(DEEP, num_stages, max_step_tokens=23, num_blocks=24, **options)
-    started = []
-    for number in range(33):
-        if number == 16:
-            started.append(crowd.start(crowd.request(PROMPT, **DRAWN)))
-            continue
-        prompt = PROMPT[:20] + RNG.integers(0, 101, 1 + number).tolist() if number % 3 else PROMPT[: 1 + number]
-        started.append(crowd.start(crowd.request(prompt, max_tokens=5 + number, temperature=1.0)))
-    answers = [crowd.wait(events) for events in started]
-    assert bits(answers[16]) == alone
+    assert bits(crowd.ask_in_a_crowd(PROMPT, **DRAWN)) == alone
     assert crowd.engine.num_preemptions > 0
     crowd.ask(PROMPT, max_tokens=1)
     again = crowd.ask(PROMPT, **DRAWN)
