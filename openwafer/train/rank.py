@@ -31,6 +31,7 @@ from openwafer.swarmx.world import World, join
 from openwafer.train.csx_process import STOP, Csx
 from openwafer.train.followers import Follower
 from openwafer.train.job import Job, JobConfig, JobResult
+from openwafer.train.last_words import stay_after_sigterm
 from openwafer.train.model_dir import only_run
 from openwafer.train.network_workers import NetworkWorkers, Wires
 from openwafer.train.rank_device import RankDevice
@@ -51,6 +52,7 @@ def run_rank(config: JobConfig) -> JobResult | None:
         except UserError as error:
             trouble = str(error)
     world = join(swarmx, train.num_csx, config.params, _version(), functools.partial(_decide, config), trouble)
+    stay_after_sigterm()
     waits = Waits()
     wires = Wires(world, swarmx.lost_after, waits.status)
     status = [1]  # the exit status; filled below
