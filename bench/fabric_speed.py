@@ -14,6 +14,7 @@ import ctypes
 import json
 import multiprocessing
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,17 +46,17 @@ FIRST = {EAST: 0, WEST: 4, SOUTH: 2, NORTH: 6}
 SIGN = {EAST: 1, SOUTH: 1, WEST: -1, NORTH: -1}
 
 
-def mesh_program(pe: ProgramBuilder, *, words: int, sends: tuple[int, ...], gets: tuple[int, ...]) -> None:
-    """Send and receive long vectors and compute all the while."""
-    data, a, c = pe.array("data", words), pe.array("a", words, bank=0), pe.array("c", words, bank=0)
-    buffers = [pe.array(f"in{colour}", words) for colour in gets]
+def mesh_program(pe: ProgramBuilder, *, words: int, sends: dict[int, int], gets: dict[int, int]) -> None:
+    """Send and receive vectors, so many words of each colour, and compute all the while."""
+    data, a, c = pe.array("data", words), pe.array("a", words, bank=0), pe.array("c", words, bank=2)
+    buffers = {colour: pe.array(f"in{colour}", length) for colour, length in gets.items()}
     factor = pe.register()
     with pe.task("main", start=True):
-        for thread, colour in enumerate(sends):
-            pe.mov(pe.send(colour), data, thread=thread)
-        for thread, (colour, buffer) in enumerate(zip(gets, buffers, strict=True)):
+        for thread, (colour, length) in enumerate(sends.items()):
+            pe.mov(pe.send(colour), data[:length], thread=thread)
+        for thread, (colour, buffer) in enumerate(buffers.items()):
             pe.mov(buffer, pe.receive(colour), thread=4 + thread)
-        with pe.loop(max(1, len(sends)), overhead=1):
+        with pe.loop(3, overhead=1):  # two elements per cycle: as long as the slowest streams
             pe.mac(c, a, factor)
 
 
@@ -63,11 +64,10 @@ def busy_mesh(size: int, words: int, distance: int = 8, every: int = 8) -> Layou
     """Streams in all four directions, `distance` hops long, one from every `every`-th PE of a line.
 
     8 and 8: every link carries one stream, undisturbed. 2 and 1: every PE sends in all directions, and the streams
-    fight for links and ramps.
+    fight for links and ramps. Streams that share a way between core and router are shorter, so that all end together.
     """
     layout = Layout(WSE2, size, size)
-    sends: dict[tuple[int, int], set[int]] = {}
-    gets: dict[tuple[int, int], set[int]] = {}
+    streams: list[tuple[tuple[int, int], tuple[int, int], int]] = []  # from, to, colour
     for direction, first in FIRST.items():
         for start in range(first % every, size, every):
             end = start + SIGN[direction] * distance
@@ -77,13 +77,17 @@ def busy_mesh(size: int, words: int, distance: int = 8, every: int = 8) -> Layou
             colour = 3 * direction + start // every % 3
             route_stream(layout, colour, direction, start, end)
             for across in range(size):
-                horizontal = direction in (EAST, WEST)
-                sends.setdefault((start, across) if horizontal else (across, start), set()).add(colour)
-                gets.setdefault((end, across) if horizontal else (across, end), set()).add(colour)
+                ends = (start, across), (end, across)
+                source, target = ends if direction in (EAST, WEST) else (place[::-1] for place in ends)
+                streams.append((source, target, colour))
+    num_out, num_in = Counter(stream[0] for stream in streams), Counter(stream[1] for stream in streams)
+    sends: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+    gets: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+    for source, target, colour in streams:
+        sends[source][colour] = gets[target][colour] = words // max(num_out[source], num_in[target])
     for y in range(size):
         for x in range(size):
-            mine = {"sends": tuple(sorted(sends.get((x, y), ()))), "gets": tuple(sorted(gets.get((x, y), ())))}
-            layout.place(mesh_program, Rect(x, y), words=words, **mine)
+            layout.place(mesh_program, Rect(x, y), words=words, sends=sends[x, y], gets=gets[x, y])
     return layout
 
 
