@@ -65,11 +65,11 @@ class Hosts:
         for chain in ("INPUT", "OUTPUT"):
             rule = ["-A", chain, "-i" if chain == "INPUT" else "-o", INTERFACE]
             rule += ["-m", "statistic", "--mode", "random", "--probability", "0.5", "-j", "DROP"]
-            subprocess.run(["ip", "netns", "exec", self.names[host], "iptables", *rule], check=True, timeout=30)
+            subprocess.run(["ip", "netns", "exec", self.names[host], "iptables", *rule], check=True, timeout=120)
 
 
 def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=30)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=120)
 
 
 def why_not() -> str | None:

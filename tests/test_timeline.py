@@ -66,32 +66,38 @@ def test_without_a_timeline_nothing_is_kept() -> None:
     assert timeline.active() is None
 
 
-def test_a_step_has_only_its_own_time() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, for a test to set."""
+    time_s = [100.0]
+    monkeypatch.setattr(timeline, "now", lambda: time_s[0])
+    return time_s
+
+
+def test_a_step_has_only_its_own_time(clock: list[float]) -> None:
     with Timeline() as active:
         with timeline.span(COMPUTE, "evaluation"):
-            time.sleep(0.05)
+            clock[0] += 5
         with timeline.step(1):
             with timeline.span(COMPUTE, "forward"):
-                time.sleep(0.02)
-            timeline.add(UPDATE, "began before", 0.0, timeline.now() - 0.01)
-            time.sleep(0.01)
+                clock[0] += 2
+            clock[0] += 0.5
+            timeline.add(UPDATE, "began before", 0.0, clock[0])
+            clock[0] += 1
     assert active.last is not None
     assert active.last.step == 1
-    assert active.last.seconds < 0.05
-    assert sum(active.last.by_lane.values()) == pytest.approx(active.last.seconds)
-    assert 0.019 <= active.last.by_lane[COMPUTE] < active.last.seconds
-    assert active.last.by_lane[OTHER] > 0.0
+    assert active.last.seconds == 3.5
+    assert active.last.by_lane == {COMPUTE: 2, UPDATE: 0.5, OTHER: 1}
 
 
-def test_collectors_add_what_others_measured() -> None:
+def test_collectors_add_what_others_measured(clock: list[float]) -> None:
     with Timeline() as active:
-        began: list[float] = []
-        active.collectors.append(lambda: timeline.add(COMPUTE, "gpu", began[0], timeline.now()))
+        began = clock[0]
+        active.collectors.append(lambda: timeline.add(COMPUTE, "gpu", began, clock[0]))
         with timeline.step(1):
-            began.append(timeline.now())
-            time.sleep(0.01)
+            clock[0] += 3
     assert active.last is not None
-    assert active.last.by_lane[COMPUTE] > 0.9 * active.last.seconds
+    assert active.last.by_lane == {COMPUTE: 3, OTHER: 0}
 
 
 def test_memory_is_bounded_and_the_newest_are_kept() -> None:

@@ -100,7 +100,7 @@ def test_serves_and_stops_after_the_answer(serving: Process):
     last = json.loads(rest[-2].removeprefix("data: "))
     assert last["choices"][0]["finish_reason"] == "length"
     assert last["usage"]["completion_tokens"] == 300
-    assert serving.process.wait(timeout=30) == 0
+    assert serving.process.wait(timeout=120) == 0
     store = KeyStore(serving.keys)
     (row,) = store.usage()
     store.close()
@@ -116,7 +116,7 @@ def test_two_processes_answer_as_one_and_the_loss_of_one_ends_the_server(tiny: P
         assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == _logprobs_of_one_process(tiny)
         metrics = http.get("/metrics").text
         assert re.search(r'openwafer:stage_busy_seconds_total\{model_name="tiny",stage="2"\} 0\.\d*[1-9]', metrics)
-        long = {**PROMPT, "stream": True, "max_tokens": 800, "logit_bias": {str(EOS): -100}}
+        long = {**PROMPT, "n": 8, "stream": True, "max_tokens": 800, "logit_bias": {str(EOS): -100}}
         with http.stream("POST", "/v1/chat/completions", json=long) as response:
             lines = response.iter_lines()
             next(lines)
@@ -127,8 +127,8 @@ def test_two_processes_answer_as_one_and_the_loss_of_one_ends_the_server(tiny: P
             began = time.monotonic()
             rest = "".join(lines)
         assert f"stage 2 of 2 (process {stages[1]}) was ended by SIGKILL" in rest
-        _, said = two.process.communicate(timeout=30)
-        assert time.monotonic() - began < 20
+        _, said = two.process.communicate(timeout=120)
+        assert time.monotonic() - began < 60
         assert two.process.returncode == 2
         assert said.rstrip().splitlines()[-1].startswith(f"openwafer: stage 2 of 2 (process {stages[1]}) was ended")
         assert not Path(f"/proc/{stages[0]}").exists()

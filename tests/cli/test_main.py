@@ -164,7 +164,7 @@ def test_ctrl_c_exits_with_130_and_no_traceback(command) -> None:
             assert process.stdout is not None
             assert process.stdout.readline() == "1 []\n"  # the command is running
             process.send_signal(signal.SIGINT)
-            _, stderr = process.communicate(timeout=30)
+            _, stderr = process.communicate(timeout=120)
         finally:
             process.kill()
     assert (process.returncode, stderr) == (130, "openwafer: interrupted\n")

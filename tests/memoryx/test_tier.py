@@ -55,6 +55,6 @@ def test_what_training_waits_for_is_read_first() -> None:
     while tier.pick(left) != (1, "m"):  # until the thread waits
         assert training.is_alive()
     read_next(tier, left)
-    training.join(timeout=10)
+    training.join(timeout=120)
     assert not training.is_alive()
     tier.thaw()

@@ -39,7 +39,7 @@ class Gate:
 
     def __call__(self, unit: Unit, gradients: Mapping[str, Tensor], numbers: UpdateNumbers) -> None:
         self.entered.release()
-        assert self.go.acquire(timeout=30)
+        assert self.go.acquire(timeout=120)
         self.order.append(unit.index)
 
 
@@ -60,14 +60,14 @@ def test_the_worker_goes_on_while_an_update_runs() -> None:
     for index in (3, 2, 1):  # as backward posts them
         updater.post(arrival(index, recycled), NUMBERS)
         if index == 3:
-            assert gate.entered.acquire(timeout=30)  # it is being applied while the others are posted
+            assert gate.entered.acquire(timeout=120)  # it is being applied while the others are posted
     assert gate.order == []
     updater.wait(7)  # no update of that Unit: nothing to wait for
     waiter = threading.Thread(target=updater.wait, args=(2,))
     waiter.start()
     gate.go.release(2)
-    assert gate.entered.acquire(timeout=30)
-    assert gate.entered.acquire(timeout=30)
+    assert gate.entered.acquire(timeout=120)
+    assert gate.entered.acquire(timeout=120)
     assert waiter.is_alive()  # Unit 2 is the last: the newest of those that have arrived come first
     gate.go.release()
     waiter.join(30)
@@ -82,7 +82,7 @@ def test_of_those_under_way_the_oldest_is_next() -> None:
     gate, recycled = Gate(), []
     updater = Updater(gate)
     updater.post(arrival(9, recycled), NUMBERS)
-    assert gate.entered.acquire(timeout=30)
+    assert gate.entered.acquire(timeout=120)
     for index in (3, 2, 1):
         updater.post(arrival(index, recycled, has_arrived=False), NUMBERS)
     gate.go.release(4)
@@ -159,7 +159,7 @@ def test_what_was_dropped_by_closing_is_told() -> None:
     gate, recycled = Gate(), []
     updater = Updater(gate)
     updater.post(arrival(2, recycled), NUMBERS)
-    assert gate.entered.acquire(timeout=30)
+    assert gate.entered.acquire(timeout=120)
     updater.post(arrival(1, recycled), NUMBERS)  # not begun
     told: list[str] = []
 

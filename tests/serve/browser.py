@@ -59,7 +59,7 @@ class Page:
             raise AssertionError(f"{script}: {answer['exceptionDetails']['exception'].get('description')}")
         return answer["result"].get("value")
 
-    def wait(self, condition: str, timeout_s: float = 20) -> None:
+    def wait(self, condition: str, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
         while not self.js(f"Boolean({condition})"):
             assert time.monotonic() < deadline, f"never true: {condition}\n{self.js('document.body.innerText')}"
@@ -119,7 +119,7 @@ class Browser:
 
     def close(self) -> None:
         """After the process has gone."""
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=120)
         self._reader.close()
         os.close(self._write_fd)
 
@@ -174,7 +174,7 @@ def chromium() -> Iterator[Browser]:
             with contextlib.suppress(AssertionError, OSError):
                 browser.command("Browser.close", {})
             try:
-                process.wait(timeout=10)
+                process.wait(timeout=120)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

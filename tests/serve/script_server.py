@@ -88,7 +88,7 @@ class Running:
 
     def wait_idle(self) -> None:
         """Until the engine holds no request."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (stats := self.engine.stats()).num_running + stats.num_waiting:
             assert time.monotonic() < deadline, stats
             time.sleep(0.01)
@@ -113,15 +113,15 @@ def running(
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not server.started or (gate is None and service.state != "ready"):
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        with httpx.Client(base_url=server.url, timeout=30) as http:
+        with httpx.Client(base_url=server.url, timeout=120) as http:
             yield Running(server, service, engine, store, server.url, http)
     finally:
         server.should_exit = True
-        thread.join(timeout=20)
+        thread.join(timeout=120)
         assert not thread.is_alive(), "the server did not stop"
         engine.close()
         store.close()

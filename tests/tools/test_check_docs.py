@@ -64,10 +64,11 @@ def test_the_commands_find_this_environment_first(tmp_path: Path) -> None:
 
 def test_a_server_lives_until_the_page_ends(tmp_path: Path) -> None:
     alive = tmp_path / "alive"
+    until = f"until test -e {alive}; do sleep 0.1; done"
     page(
         tmp_path,
         f"```bash\n(while true; do date > {alive}; sleep 0.1; done) &\n```\n"
-        f"```bash\nsleep 0.3; rm {alive}; sleep 0.5; test -e {alive}\n```\n",
+        f"```bash\n{until}; rm {alive}; {until}\n```\n",
     )
     done = check(tmp_path, "--run")
     assert done.returncode == 0, done.stderr

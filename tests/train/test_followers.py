@@ -36,7 +36,7 @@ class Wire:
         return SimpleNamespace(wait=lambda: None)
 
     def recv(self, chunks: list[Tensor], rank: int, tag: int) -> Any:
-        return SimpleNamespace(wait=lambda: chunks[0].copy_(self.sent[tag].get(timeout=20)))
+        return SimpleNamespace(wait=lambda: chunks[0].copy_(self.sent[tag].get(timeout=120)))
 
 
 class Pair:

@@ -189,7 +189,7 @@ def test_disconnect_frees_its_place(tmp_path: Path, stream: bool):
         with socket.create_connection(server.server.address) as client:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
             client.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while engine.stats().num_running < 3:
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
@@ -298,7 +298,7 @@ def test_content_null_and_string_arguments_do_not_break_templates(api: Running):
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[Running]:
     engine = ScriptEngine(lambda _: [40] * 50, vocab_size=TOKENIZER.vocab_size, step_s=0.02)
-    with running(tmp_path, engine, hang_timeout_s=0.3) as server:
+    with running(tmp_path, engine, hang_timeout_s=1) as server:
         yield server
 
 
@@ -311,7 +311,7 @@ def test_health_while_loading_busy_and_hung(slow: Running, tmp_path: Path):
         busy = slow.get("/health")
         assert (busy.status_code, busy.json()["num_running"]) == (200, 1)
         slow.engine.is_hung = True
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while slow.get("/health").status_code == 200:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -327,7 +327,7 @@ def test_health_says_that_the_engine_is_dead_and_the_server_ends(tmp_path: Path,
     with running(tmp_path) as server:
         server.engine.failure = "stage 2 of 2 was lost"
         assert server.service.health() == (503, {"status": "failed", "error": "stage 2 of 2 was lost"})
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not ended:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -344,7 +344,7 @@ def test_health_says_loading(tmp_path: Path):
         assert answer.headers["retry-after"]
         assert server.get("/v1/tcp_warming").status_code == 200
         gate.set()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while server.get("/health").status_code != 200:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -153,7 +153,7 @@ def test_oversized_bodies(small: Running):
 
 
 def test_body_that_never_comes(small: Running):
-    with socket.create_connection(small.server.address, timeout=10) as client:
+    with socket.create_connection(small.server.address, timeout=120) as client:
         head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         client.sendall(head.encode() + b'content-length: 100\r\n\r\n{"mod')
         answer = client.recv(65536)
@@ -164,7 +164,10 @@ def test_body_that_never_comes(small: Running):
 def test_headers_that_never_come(small: Running, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("openwafer.serve.api.server._Protocol.header_timeout_s", 0.3)
     address = small.server.address
-    with socket.create_connection(address, timeout=10) as silent, socket.create_connection(address, timeout=10) as slow:
+    with (
+        socket.create_connection(address, timeout=120) as silent,
+        socket.create_connection(address, timeout=10) as slow,
+    ):
         slow.sendall(b"GET /health HTTP/1.1\r\nx: ")
         for client in (slow, silent):
             with contextlib.suppress(ConnectionResetError):
@@ -179,7 +182,7 @@ def test_client_that_does_not_read_is_dropped(small: Running):
         client.connect(small.server.address)
         head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
         client.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not small.engine.stats().num_running:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -180,7 +180,7 @@ def test_cancelling_what_is_in_flight_frees_everything_at_once(open_pipeline: Op
     stages = open_pipeline(DEEP, 3, num_blocks=20, max_running=4)
     requests = [stages.request(PROMPT, max_tokens=200, temperature=1.0) for _ in range(6)]
     events = [stages.start(request) for request in requests]
-    events[0].get(timeout=30)
+    events[0].get(timeout=120)
     for request in requests:
         stages.engine.cancel(request.id)
     assert [stages.wait(each).last.finish_reason for each in events] == ["cancelled"] * 6
@@ -227,14 +227,14 @@ def test_a_lost_stage_ends_the_engine_with_its_name(
     stages = open_pipeline(DEEP, 2)
     events = None if is_idle else stages.start(stages.request(PROMPT, max_tokens=200))
     if events is not None:
-        events.get(timeout=30)
+        events.get(timeout=120)
     runner = stages.engine._runner
     assert isinstance(runner, PipelineRunner)
     runner.stages.cut(1)  # pyright: ignore[reportAttributeAccessIssue]
     if events is not None:
         answer = stages.wait(events)
         assert (answer.last.finish_reason, answer.last.error) == ("error", "a stage is gone")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while stages.engine.stats().failure is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert stages.engine.stats().failure == "a stage is gone"
