@@ -18,6 +18,9 @@ from openwafer.models.pull import pull
 # Before anything imports Triton: its kernels run in its interpreter here, on the CPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# A shell starts what runs in its background with Ctrl-C ignored, and so would all that is started here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 ROOT = Path(__file__).parents[1]
 
 # A busy machine is no failure, and the same commit has the same result; OPENWAFER_RANDOM=1 looks for new examples.
