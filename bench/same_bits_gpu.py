@@ -8,6 +8,7 @@ import torch
 from openwafer.csx.cuda import CudaLink
 from openwafer.csx.link import DirectLink
 from openwafer.graph import capture
+from openwafer.kernels.squares import square_sums, square_sums_reference
 from openwafer.memoryx.config import OptimizerConfig
 from openwafer.memoryx.optimizer import make_optimizer
 from openwafer.memoryx.pinned import PinnedTier
@@ -34,8 +35,28 @@ def main() -> None:
     # Real text without any download: the sources of this package, byte by byte.
     files = sorted(Path(__file__).parents[1].glob("openwafer/**/*.py"))
     text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8).long()
+    check_squares()
     for max_norm in (None, 0.5):
         check(text, args.steps, max_norm)
+
+
+def check_squares() -> None:
+    """The sums that the norm is made of, on the GPU and on the host."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for length in (768, 16384, 5 * 16384 + 1001, 1 << 26):
+            generator = torch.Generator().manual_seed(length)
+            gradient = torch.randn(length, generator=generator).exp().to(dtype)
+            on_gpu = gradient.to(DEVICE)
+            for sums in (square_sums(on_gpu), square_sums_reference(on_gpu)):
+                assert torch.equal(sums.cpu(), square_sums(gradient)), (dtype, length)
+    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    began.record()
+    for _ in range(10):
+        square_sums(on_gpu)
+    ended.record()
+    ended.synchronize()
+    rate = 10 * on_gpu.nbytes / began.elapsed_time(ended) / 1e6
+    print(f"sums of squares: all bits equal to the host's, {rate:.0f} GB/s", flush=True)
 
 
 def check(text: torch.Tensor, steps: int, max_norm: float | None) -> None:

@@ -8,26 +8,6 @@ from torch import Tensor
 
 from openwafer.memoryx.fetch import fetched
 
-# Squares are summed in fp32 within blocks of this many elements of one weight. Small enough that torch never
-# splits a block over threads; large enough that the list of block sums stays short.
-BLOCK_ELEMENTS = 16384
-
-
-def block_sums(gradient: Tensor) -> Tensor:
-    """Sum of squares of each block of a weight's gradient, in order: fp32 [blocks], where the gradient is."""
-    flat = gradient.reshape(-1)
-    whole = flat.numel() // BLOCK_ELEMENTS * BLOCK_ELEMENTS
-    sums = _sums(flat[:whole].view(-1, BLOCK_ELEMENTS))
-    if whole == flat.numel():
-        return sums
-    return torch.cat([sums, _sums(flat[whole:].view(1, -1))])
-
-
-def _sums(blocks: Tensor) -> Tensor:
-    if blocks.is_cuda:  # one pass over bf16 and nothing in between: a fifth of the bytes of the line below
-        return torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32).square()
-    return blocks.float().square().sum(dim=1)
-
 
 def global_norm(sums: Iterable[Tensor]) -> float:
     """The norm from all block sums; `fsum` rounds once, so their order does not matter. NaN if one is not finite."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from openwafer.errors import UserError
 from openwafer.graph import Graph
 from openwafer.graph.unit import TensorSpec, Unit, padded
-from openwafer.memoryx.norm import BLOCK_ELEMENTS
+from openwafer.kernels.squares import BLOCK_ELEMENTS
 from openwafer.memoryx.optimizer import Optimizer
 
 

@@ -26,8 +26,9 @@ from openwafer.errors import UserError
 from openwafer.graph import Graph, Unit
 from openwafer.graph.randomness import seed_of, set_seed
 from openwafer.graph.run import backward, bind_inputs, forward
+from openwafer.kernels.squares import square_sums
 from openwafer.memoryx.config import OptimizerConfig
-from openwafer.memoryx.norm import block_sums, clipped, global_norm
+from openwafer.memoryx.norm import clipped, global_norm
 from openwafer.memoryx.optimizer import make_optimizer
 from openwafer.swarmx.tree import TreeSum
 from openwafer.train import guard
@@ -75,7 +76,7 @@ class Reference:
             sums, divisor, buffers, loss = self._gradients(micro_batches)
         norm = math.nan  # of gradients of a loss that is not finite
         if math.isfinite(loss):
-            norm = global_norm(block_sums(total) for total in sums.values()) / divisor
+            norm = global_norm(square_sums(total) for total in sums.values()) / divisor
         gradients = {name: total / divisor for name, total in sums.items()}
         lr = self.config.lr * self.schedule(self.state.step)
         is_good = self.guard.judge(loss, norm, lambda: self._not_finite(loss, gradients))

@@ -20,8 +20,9 @@ from openwafer.csx.worker import Pass, Worker
 from openwafer.errors import UserError
 from openwafer.graph import Graph, Unit
 from openwafer.graph.run import bind_inputs, forward_unit
+from openwafer.kernels.squares import square_sums
 from openwafer.memoryx.config import OptimizerConfig
-from openwafer.memoryx.norm import block_sums, clip_factor, global_norm
+from openwafer.memoryx.norm import clip_factor, global_norm
 from openwafer.memoryx.store import REMAINDER, WIRE, Store
 from openwafer.memoryx.update import UpdateNumbers
 from openwafer.train import guard
@@ -159,7 +160,7 @@ class Streamed:
         """What the norm is made of."""
         lane = timeline.UPDATE if self.link.device.type == "cpu" else timeline.LAUNCH
         with timeline.span(lane, f"norm {unit.name}"):
-            return [block_sums(gradient) for gradient in gradients.values()]
+            return [square_sums(gradient) for gradient in gradients.values()]
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], graph: Graph) -> float:
         """Mean loss of `graph` (the model captured in eval mode, with the same Units) with the current weights."""

@@ -8,8 +8,9 @@ from torch import nn
 
 from openwafer.errors import UserError
 from openwafer.graph import capture
+from openwafer.kernels.squares import square_sums
 from openwafer.memoryx.config import SGD, Adafactor, AdamW, Lion, OptimizerConfig
-from openwafer.memoryx.norm import block_sums, global_norm
+from openwafer.memoryx.norm import global_norm
 from openwafer.memoryx.optimizer import make_optimizer
 from openwafer.memoryx.store import WIRE, Store, fields
 from openwafer.memoryx.tier import DramTier
@@ -52,7 +53,7 @@ def test_updates_of_stripes_are_those_of_the_whole(config: OptimizerConfig, num_
         gradients = {name: torch.randn(value.shape) for name, value in weights.items()}
         squares = []
         for part, store in zip((whole, *parts), stores, strict=True):
-            mine = [[block_sums(g) for _, g in cut_values(part, gradients.items())]]
+            mine = [[square_sums(g) for _, g in cut_values(part, gradients.items())]]
             squares += mine
             for unit in part.graph.units:
                 of_unit = {w.name: part.cut(w.name, gradients[w.name]).clone() for w in part.graph.owned(unit)}

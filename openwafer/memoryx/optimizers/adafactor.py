@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from openwafer.memoryx.norm import block_sums, global_norm
+from openwafer.kernels.squares import square_sums
+from openwafer.memoryx.norm import global_norm
 from openwafer.memoryx.optimizers.rule import Shape
 
 _DECAY = 0.8  # the second moment forgets at 1 - step ** -this
@@ -77,4 +78,4 @@ def folded_sum(values: Tensor, dim: int) -> Tensor:
 
 
 def _root_mean_square(values: Tensor) -> float:
-    return global_norm([block_sums(values)]) / math.sqrt(values.numel())
+    return global_norm([square_sums(values)]) / math.sqrt(values.numel())
