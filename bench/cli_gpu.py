@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -63,7 +64,7 @@ class Runs:
         return {tensor: saved.read(tensor) for tensor in saved.names()}
 
 
-def trainer_finds_its_micro_batch(device: str, hidden: int) -> None:
+def trainer_finds_its_micro_batch(device: Literal["cuda", "cpu"], hidden: int) -> None:
     torch.manual_seed(0)
     config = ModelConfig(
         hidden_size=hidden, num_hidden_layers=4, num_heads=8, vocab_size=4096, max_position_embeddings=128
