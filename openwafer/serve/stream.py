@@ -65,6 +65,10 @@ class WeightStream:
         self._piece_groups = 1  # groups of 16 rows in a piece of the table
 
     @property
+    def streamed_layers(self) -> frozenset[int]:
+        return self.placement.layers
+
+    @property
     def num_bytes_read(self) -> int:
         return self._tier.num_bytes_moved[0]
 
@@ -127,7 +131,7 @@ class WeightStream:
             self._new((number, _TABLE), piece.data.nbytes).copy_(_bytes(piece))
             self._tier.release((number, _TABLE), changed=True)
         self._piece_groups = pieces[0].data.shape[0]
-        self._table = _without_data(table)
+        self._table = without_data(table)
         return self._table
 
     def _new(self, key: tuple[int, str], num_bytes: int) -> torch.Tensor:
@@ -135,7 +139,7 @@ class WeightStream:
         return self._tier.load(key)
 
     def _moved(self, matrix: Matrix, place: Place) -> Matrix:
-        moved = _without_data(matrix)
+        moved = without_data(matrix)
         self.places[moved] = place
         return moved
 
@@ -176,7 +180,8 @@ def _bytes(matrix: Matrix) -> torch.Tensor:
     return matrix.data.contiguous().flatten().view(torch.uint8)
 
 
-def _without_data(matrix: Matrix) -> Matrix:
+def without_data(matrix: Matrix) -> Matrix:
+    """Its shape alone."""
     return dataclasses.replace(matrix, data=torch.empty_like(matrix.data, device="meta"))
 
 

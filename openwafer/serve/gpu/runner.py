@@ -19,7 +19,7 @@ from openwafer.serve.gpu.graphs import Recorded, record
 from openwafer.serve.gpu.landing import Landing
 from openwafer.serve.gpu.places import SHORT, Places, most_numbers, packed, runs_of, unpacked
 from openwafer.serve.gpu.plain import Kernels, PlainKernels
-from openwafer.serve.gpu.plan import make_plan
+from openwafer.serve.gpu.plan import Plan, Streamed, make_plan
 from openwafer.serve.gpu.sending import sent
 from openwafer.serve.program import Program
 from openwafer.serve.runner import Batch, Draw, Drawn
@@ -45,8 +45,10 @@ class GpuRunner:
         dtype: torch.dtype = torch.bfloat16,
         kernels: Kernels | None = None,
         graph_sizes: Sequence[int] = SIZES,
+        plan: Plan | None = None,
     ) -> None:
-        """`kernels` None: the plain ones; `graph_sizes`: none of them are recorded where the device has no graphs."""
+        """`kernels` None: the plain ones; `graph_sizes`: none of them are recorded where the device has no graphs, or
+        where layers are streamed. `plan`: that of the program, made while it was loaded."""
         config = program.config
         self.num_blocks = num_blocks
         self._device = device
@@ -55,12 +57,14 @@ class GpuRunner:
         self._kernels = kernels or PlainKernels()
         self._max_rows = max_rows
         max_positions = min(config.max_position_embeddings, num_blocks * BLOCK_SIZE)
-        self._plan = make_plan(program, device, dtype, max_positions)
+        self._plan = plan or make_plan(program, device, dtype, max_positions)
         # One block more than is lent out: rows that fill up a graph are stored there.
-        shape = (config.num_hidden_layers, 2, num_blocks + 1, config.kv_heads, BLOCK_SIZE, config.head_size)
+        shape = (program.num_layers, 2, num_blocks + 1, config.kv_heads, BLOCK_SIZE, config.head_size)
         self._cache = torch.zeros(shape, dtype=dtype, device=device)
         self._spare_slot = num_blocks * BLOCK_SIZE
-        records = device.type == "cuda" and self._kernels.records
+        # A graph would have to wait for copies in its middle, and a step that copies gigabytes has time for launches.
+        streams = any(isinstance(step, Streamed) for step in self._plan.body)
+        records = device.type == "cuda" and self._kernels.records and not streams
         sizes = [size for size in sorted(set(graph_sizes)) if size < 2 * max_sequences] if records else []
         rows = max(max_rows, *sizes, 1)
         count = most_numbers(rows, max_sequences * (-(-max_positions // BLOCK_SIZE) + 1))

@@ -1,0 +1,123 @@
+"""A device of host memory on which everything happens in the worst order that was allowed.
+
+A copy is made only when somebody waits for it; until then its target is full of NaN. What was computed counts as still
+running until a copy has waited for it: writing over memory that it reads is an error.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from openwafer.csx.device import Moment
+from openwafer.serve.gpu.places import Places
+from openwafer.serve.gpu.plain import PlainKernels
+from openwafer.serve.gpu.plan import Attention, Project
+from openwafer.serve.program import Norm
+
+NAN = 255  # in every byte: not a number in fp32, bf16 and fp16
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Reached when the first `count` reads of weights are over."""
+
+    count: int
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host must not wait for the device")
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Reached when the first `count` copies are made."""
+
+    count: int
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host must not wait for the device")
+
+
+class LateGpu:
+    """See `serve.gpu.device.Device`."""
+
+    def __init__(self) -> None:
+        self.where = torch.device("cpu")
+        self.log: list[str] = []
+        self.allowed_bytes: int | None = None
+        self.num_held_bytes = 0  # asked for with `empty`
+        self._pending: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        self._num_copied = 0
+        self._reads: list[tuple[int, int]] = []  # first and last address
+
+    def allow(self, num_bytes: int) -> None:
+        self.allowed_bytes = num_bytes
+
+    def host_memory(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((num_elements * dtype.itemsize,), NAN, dtype=torch.uint8).view(dtype)
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        self.num_held_bytes += num_elements * dtype.itemsize
+        return self.host_memory(num_elements, dtype)
+
+    def now(self) -> Computed:
+        return Computed(len(self._reads))
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Moment) -> Copied:
+        assert isinstance(after, Computed)
+        first, last = target.data_ptr(), target.data_ptr() + target.nbytes
+        for start, stop in self._reads[after.count :]:
+            assert stop <= first or last <= start, "weights are overwritten while they are read"
+        self.log.append("copy")
+        target.fill_(NAN)
+        self._pending.append((target, source))
+        return Copied(self._num_copied + len(self._pending))
+
+    def use(self, moment: Moment) -> None:
+        assert isinstance(moment, Copied)
+        self.log.append("use")
+        while self._num_copied < moment.count:
+            target, source = self._pending.popleft()
+            target.copy_(source)
+            self._num_copied += 1
+
+    def read(self, weight: torch.Tensor) -> None:
+        """A kernel reads a weight."""
+        self._reads.append((weight.data_ptr(), weight.data_ptr() + weight.nbytes))
+
+
+class WatchedKernels(PlainKernels):
+    """The definition, each row by itself as with `--batch_invariant`; the device is told what is read."""
+
+    def __init__(self, device: LateGpu) -> None:
+        self._device = device
+
+    def norm(self, step: Norm, src: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        self._device.read(step.weight)
+        return super().norm(step, src, dtype)
+
+    def project(self, step: Project, src: torch.Tensor, wide: bool) -> torch.Tensor:
+        for tensor in (step.weight, step.bias):
+            if tensor is not None:
+                self._device.read(tensor)
+        return torch.cat([super(WatchedKernels, self).project(step, row, wide) for row in src.split(1)])
+
+    def attend(
+        self, step: Attention, qkv: torch.Tensor, places: Places, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Over exactly the row's own past, so that no sum depends on how long the others are."""
+        attend = step.attend
+        out = qkv.new_zeros(qkv.shape[0], attend.q.width)
+        table = places.table()
+        for row, (position, sequence) in enumerate(
+            zip(places.positions.tolist(), places.sequences.tolist(), strict=True)
+        ):
+            start = 0 if attend.window is None else max(0, position + 1 - attend.window)
+            blocks = table[sequence][: position // keys.shape[2] + 1]
+            k, v = (
+                part[blocks].transpose(0, 1).flatten(1, 2)[:, start : position + 1].float() for part in (keys, values)
+            )
+            q = qkv[row, : attend.q.width].float().view(k.shape[0], -1, attend.head_size)
+            weights = ((q @ k.transpose(1, 2)) * attend.scale).softmax(dim=-1)
+            out[row] = (weights @ v).flatten().to(out.dtype)
+        return out
