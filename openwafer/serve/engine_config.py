@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from openwafer.config import conform, option
+from openwafer.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,13 @@ class EngineConfig:
         None,
         help="memory for weights, keys and values, such as 4GiB; weights that do not fit are streamed from flash "
         "(default: all in memory, as long as they fit)",
+        minimum=1,
+        size=True,
+    )
+    device_memory: int | None = option(
+        None,
+        help="cuda: the most memory of each GPU to use, such as 8GiB (default: what is free); weights that do not fit "
+        "are copied from host memory in every step",
         minimum=1,
         size=True,
     )
@@ -55,6 +63,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         conform(self)
+        if self.device == "cpu" and self.device_memory is not None:
+            raise UserError(f"device_memory {self.device_memory} is for --device cuda: on the CPU give --dram")
 
     @property
     def num_running(self) -> int:

@@ -28,6 +28,10 @@ class StreamedLayer:
         self._stream = stream
         self._steps = steps  # with weights that are views of `host`
 
+    @property
+    def num_bytes(self) -> int:
+        return self.host.nbytes
+
     def bring(self) -> tuple[Step, ...]:
         return self._stream.bring(self)
 
@@ -50,11 +54,6 @@ class LayerStream:
         # Counted over all steps; the n-th copy goes into buffer n modulo their number.
         self._num_copies = 0
         self._num_uses = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """That every step copies."""
-        return sum(layer.host.nbytes for layer in self._layers)
 
     def take(self, steps: Sequence[Step]) -> Streamed:
         """Move the weights of the next layer to the host."""

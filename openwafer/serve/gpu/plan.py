@@ -68,6 +68,11 @@ class Attention:
 class StepSource(Protocol):
     """Steps whose weights are on the device for a while only."""
 
+    @property
+    def num_bytes(self) -> int:
+        """That are copied to the device each time."""
+        ...
+
     def bring(self) -> "tuple[Step, ...]":
         """The steps, which may be run until `done`."""
         ...

@@ -63,8 +63,8 @@ class GpuRunner:
         self._cache = torch.zeros(shape, dtype=dtype, device=device)
         self._spare_slot = num_blocks * BLOCK_SIZE
         # A graph would have to wait for copies in its middle, and a step that copies gigabytes has time for launches.
-        streams = any(isinstance(step, Streamed) for step in self._plan.body)
-        records = device.type == "cuda" and self._kernels.records and not streams
+        self.num_streamed_bytes = sum(step.source.num_bytes for step in self._plan.body if isinstance(step, Streamed))
+        records = device.type == "cuda" and self._kernels.records and not self.num_streamed_bytes
         sizes = [size for size in sorted(set(graph_sizes)) if size < 2 * max_sequences] if records else []
         rows = max(max_rows, *sizes, 1)
         count = most_numbers(rows, max_sequences * (-(-max_positions // BLOCK_SIZE) + 1))

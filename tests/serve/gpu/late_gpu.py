@@ -10,10 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from openwafer.csx.device import Moment
+from openwafer.serve.engine_config import EngineConfig
+from openwafer.serve.gpu.device import Device
+from openwafer.serve.gpu.gpus import Gpus
 from openwafer.serve.gpu.places import Places
-from openwafer.serve.gpu.plain import PlainKernels
+from openwafer.serve.gpu.plain import Kernels, PlainKernels
 from openwafer.serve.gpu.plan import Attention, Project
-from openwafer.serve.program import Norm
+from openwafer.serve.program import Norm, Program
 
 NAN = 255  # in every byte: not a number in fp32, bf16 and fp16
 
@@ -121,3 +124,27 @@ class WatchedKernels(PlainKernels):
             weights = ((q @ k.transpose(1, 2)) * attend.scale).softmax(dim=-1)
             out[row] = (weights @ v).flatten().to(out.dtype)
         return out
+
+
+class LateGpus(Gpus):
+    """So many of them, each with 4 MiB; what they were opened for is in `opened`."""
+
+    context_bytes = 4096
+
+    def __init__(self, count: int = 1) -> None:
+        self._count = count
+        self.opened: list[LateGpu] = []
+
+    def count(self) -> int:
+        return self._count
+
+    def memory(self, index: int) -> tuple[int, int]:
+        return 4 << 20, 4 << 20
+
+    def open(self, index: int) -> LateGpu:
+        self.opened.append(LateGpu())
+        return self.opened[-1]
+
+    def kernels(self, program: Program, config: EngineConfig, device: Device) -> Kernels:
+        assert isinstance(device, LateGpu)
+        return WatchedKernels(device)

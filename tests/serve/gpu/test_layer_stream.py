@@ -13,6 +13,7 @@ from openwafer.serve.gpu.plan import Project, Streamed
 from openwafer.serve.gpu.plan_builder import PlanBuilder
 from openwafer.serve.gpu.runner import GpuRunner
 from openwafer.serve.loading import load_program
+from openwafer.serve.program import Linear
 from openwafer.serve.region import Region
 from tests.serve.conftest import CONFIGS, stored, tiny_module, tiny_program
 from tests.serve.gpu.late_gpu import Computed, LateGpu, WatchedKernels
@@ -22,13 +23,11 @@ DEEP = dataclasses.replace(CONFIGS["llama"], num_hidden_layers=5)
 PIECES = [30, 1, 14]
 
 
-def runner_on(
-    device: LateGpu, config: ModelConfig, layers: set[int], dtype: torch.dtype = torch.float32
-) -> tuple[GpuRunner, PlanBuilder]:
+def runner_on(device: LateGpu, config: ModelConfig, layers: set[int], dtype: torch.dtype = torch.float32) -> GpuRunner:
     model = stored(tiny_module(config))
     builder = PlanBuilder(device, dtype, config.max_position_embeddings, frozenset(layers))
     program = load_program(model, EngineConfig(), taker=builder)
-    runner = GpuRunner(
+    return GpuRunner(
         program,
         num_blocks=8,
         max_rows=64,
@@ -38,11 +37,10 @@ def runner_on(
         kernels=WatchedKernels(device),
         plan=builder.plan(Region.whole(config)),
     )
-    return runner, builder
 
 
 def logits(config: ModelConfig, layers: set[int], dtype: torch.dtype = torch.float32) -> np.ndarray:
-    return feed(runner_on(LateGpu(), config, layers, dtype)[0], PIECES)
+    return feed(runner_on(LateGpu(), config, layers, dtype), PIECES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -77,15 +75,14 @@ def test_a_plan_made_part_by_part_is_the_one_of_the_whole_program() -> None:
 def test_copies_run_ahead_of_computing() -> None:
     """When a layer is waited for, the copy of the next one has been asked for already; the host never waits."""
     device = LateGpu()
-    runner, _ = runner_on(device, DEEP, {0, 2, 4})
-    feed(runner, [30, 15])
+    feed(runner_on(device, DEEP, {0, 2, 4}), [30, 15])
     assert device.log == ["copy", "copy", *["use", "copy"] * 6]
 
 
 def test_device_memory_is_two_buffers_whatever_is_streamed() -> None:
     device = LateGpu()
-    _, builder = runner_on(device, DEEP, {0, 1, 2, 3})
-    assert builder.stream.num_bytes == 4 * device.num_held_bytes // 2
+    runner = runner_on(device, DEEP, {0, 1, 2, 3})
+    assert runner.num_streamed_bytes == 4 * device.num_held_bytes // 2
     matrices = 64 * (128 + 64 + 3 * 96)  # q, k, v; o; gate, up and down
     assert 4 * (matrices + 2 * 64) <= device.num_held_bytes // 2 < 4 * matrices + 8 * ALIGNMENT
 
@@ -94,7 +91,7 @@ def test_nothing_of_a_layer_stays_with_the_program() -> None:
     device = LateGpu()
     builder = PlanBuilder(device, torch.float32, 64, frozenset({1}))
     program = load_program(stored(tiny_module(DEEP)), EngineConfig(), taker=builder)
-    linear = [op.matrix for op in program.body if hasattr(op, "matrix")]
+    linear = [op.matrix for op in program.body if isinstance(op, Linear)]
     assert all(matrix.is_elsewhere for matrix in linear)
     body = builder.plan(Region.whole(DEEP)).body
     assert sum(isinstance(step, Streamed) for step in body) == 1

@@ -1,0 +1,197 @@
+"""What each GPU holds: its layers, those of them that are streamed, and keys and values; decided before one is read.
+
+Everything that a process has on a GPU at one time stays within a limit: weights that stay, two buffers for those that
+are streamed, keys and values, the activations of a step, and a reserve for what nobody counts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from openwafer.errors import UserError
+from openwafer.memoryx.placement import shown
+from openwafer.models.config import ModelConfig
+from openwafer.models.load import StoredModel
+from openwafer.serve.budget import spread
+from openwafer.serve.engine_config import EngineConfig
+from openwafer.serve.gpu.gpus import Gpus
+from openwafer.serve.gpu.layer_stream import ALIGNMENT, NUM_BUFFERS
+from openwafer.serve.inventory import Inventory, Size, take_inventory
+from openwafer.serve.lowering import PAGE
+from openwafer.serve.program import ProgramBuilder
+from openwafer.serve.region import Region, split
+from openwafer.serve.stage_plan import num_cache_blocks, threads_of_stages, token_bytes
+
+_FREE_SHARE = 0.92  # of the free memory, when no limit is given
+_RESERVE_SHARE = 20  # a twentieth of the limit: libraries' workspaces, small tensors, holes between large ones
+_CACHE_SHARE = 16  # of the limit, for keys and values if nobody says how much and weights need the rest
+_LEAST_TOKENS = 256  # of keys and values, if nobody says how much
+_MOST_TENSORS = 24  # of a layer; each is filled up to whole ALIGNMENTs
+_GRAPH_ROWS = 256  # of the largest graph, whose activations stay
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    """What one process has on its GPU."""
+
+    region: Region
+    gpu: int
+    limit: int  # bytes of all tensors
+    num_blocks: int  # of keys and values, in its own layers
+    streamed_layers: tuple[int, ...]
+    resident_bytes: int
+    streamed_bytes: int
+    num_threads: int
+
+    def __str__(self) -> str:
+        cache = f"{self.num_blocks * PAGE} tokens have keys and values"
+        held = f"GPU {self.gpu}: {shown(self.resident_bytes)} of weights stay"
+        if not self.streamed_layers:
+            return f"{held}, {cache}"
+        layers = f"{len(self.streamed_layers)} of {len(self.region.layers)} layers"
+        return f"{held}, {shown(self.streamed_bytes)} ({layers}) are copied from host memory in every step, {cache}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Bytes of a region on a device."""
+
+    ends: int  # the embedding and the output, which always stay
+    layers: tuple[int, ...]
+    activations: int
+    block: int  # of keys and values in all of its layers
+
+    @property
+    def buffers(self) -> int:
+        """Where streamed layers are copied to."""
+        return NUM_BUFFERS * max(self.layers)
+
+    @property
+    def least(self) -> int:
+        """For the layers, if all that can be is streamed."""
+        return min(self.buffers, sum(self.layers))
+
+    def cache(self, num_blocks: int) -> int:
+        """One block more than is lent out."""
+        return (num_blocks + 1) * self.block
+
+
+def plan_devices(stored: StoredModel, config: EngineConfig, gpus: Gpus) -> list[DevicePlan]:
+    """One plan for each of `num_csx` processes, by what their products cost; several may have to share a GPU."""
+    shape, dtype = stored.config, device_dtype(config)
+    inventory = take_inventory(stored, config)
+    costs = [float(size.products) for size in inventory.layers]
+    regions = split(costs, float(inventory.head.products), config.num_csx)
+    limits = _limits(config.device_memory, gpus, len(regions))
+    needs = [needs_of(shape, inventory, region, config, dtype) for region in regions]
+    most = config.num_running * -(-shape.max_position_embeddings // PAGE)
+    given = None
+    if config.kv_cache is not None:
+        given = num_cache_blocks(shape, config, config.kv_cache, dtype.itemsize)
+    fits = [fitted(limit, need, given, most) for limit, need in zip(limits, needs, strict=True)]
+    if len(fits) > 1:  # all have the same blocks; who has room for more keeps more layers
+        num_blocks = min(blocks for blocks, _ in fits)
+        fits = [fitted(limit, need, num_blocks, most) for limit, need in zip(limits, needs, strict=True)]
+    num_gpus, threads = gpus.count(), threads_of_stages(config.num_threads, len(regions))
+    plans: list[DevicePlan] = []
+    for stage, (region, need, (num_blocks, num_streamed)) in enumerate(zip(regions, needs, fits, strict=True)):
+        streamed = sorted(spread(region.layers, num_streamed))
+        streamed_bytes = sum(need.layers[layer - region.first] for layer in streamed)
+        plans.append(
+            DevicePlan(
+                region=region,
+                gpu=stage % num_gpus,
+                limit=limits[stage],
+                num_blocks=num_blocks,
+                streamed_layers=tuple(streamed),
+                resident_bytes=need.ends + sum(need.layers) - streamed_bytes,
+                streamed_bytes=streamed_bytes,
+                num_threads=threads[stage],
+            )
+        )
+    return plans
+
+
+def device_dtype(config: EngineConfig) -> torch.dtype:
+    return {"fp32": torch.float32, "fp16": torch.float16}.get(config.dtype, torch.bfloat16)
+
+
+def needs_of(
+    shape: ModelConfig, inventory: Inventory, region: Region, config: EngineConfig, dtype: torch.dtype
+) -> Needs:
+    def held(size: Size) -> int:
+        """Matrices are unpacked to `dtype`, vectors are fp32."""
+        return size.products * dtype.itemsize + size.vectors
+
+    ends = held(inventory.embedding) if region.embeds else 0
+    if region.has_head:
+        ends += inventory.head.vectors if region.embeds and inventory.is_tied else held(inventory.head)
+    ends += 2 * 4 * shape.max_position_embeddings * shape.head_size  # rotations; some families have two tables
+    widths = dict(ProgramBuilder(shape).widths)
+    vocab = widths.pop("logits") if region.has_head else 0
+    num_rows = config.num_step_tokens + min(_GRAPH_ROWS, 2 * config.num_running)
+    # Each buffer and what it is made of, as if all were fp32. Logits are there twice where the host wants to see them;
+    # to draw with limits, those of each sequence are sorted and summed in fp64.
+    activations = 8 * num_rows * sum(widths.values())
+    activations += vocab * (8 * num_rows + 40 * min(num_rows, config.num_running))
+    return Needs(
+        ends=ends,
+        layers=tuple(held(inventory.layers[layer]) + _MOST_TENSORS * ALIGNMENT for layer in region.layers),
+        activations=activations,
+        block=PAGE * token_bytes(shape, len(region.layers), dtype.itemsize),
+    )
+
+
+def fitted(limit: int, needs: Needs, num_blocks: int | None, most_blocks: int) -> tuple[int, int]:
+    """(blocks of the cache, layers that are streamed) within `limit` bytes; None: as many blocks as have room."""
+    fixed = needs.ends + needs.activations + limit // _RESERVE_SHARE
+    least_blocks = min(most_blocks, -(-_LEAST_TOKENS // PAGE)) if num_blocks is None else num_blocks
+    room = limit - fixed - needs.cache(least_blocks)
+    if room < needs.least:
+        raise _too_small(limit, needs, needs.cache(least_blocks))
+    blocks = least_blocks
+    if num_blocks is None:
+        wanted = min(most_blocks, max(least_blocks, limit // _CACHE_SHARE // needs.block))
+        blocks = min(wanted, least_blocks + (room - needs.least) // needs.block)
+        room = limit - fixed - needs.cache(blocks)
+    if sum(needs.layers) > room:
+        return blocks, len(needs.layers) - (room - needs.buffers) // max(needs.layers)
+    if num_blocks is None:
+        blocks = min(most_blocks, blocks + (room - sum(needs.layers)) // needs.block)
+    return blocks, 0
+
+
+def _too_small(limit: int, needs: Needs, cache: int) -> UserError:
+    counted = needs.ends + needs.activations + needs.least + cache
+    least = -(-counted * _RESERVE_SHARE // (_RESERVE_SHARE - 1))
+    return UserError(
+        f"{limit} bytes of device memory are too few for tensors: {least} are needed for the embedding and the output "
+        f"({needs.ends}), two layers, one computed with while the next is copied ({needs.least}), keys and values "
+        f"({cache}), the activations of a step ({needs.activations}) and a reserve of a twentieth; give a larger "
+        "--device_memory, or a smaller --kv_cache, --max_step_tokens or --max_running"
+    )
+
+
+def _limits(device_memory: int | None, gpus: Gpus, num_stages: int) -> list[int]:
+    """Bytes that each process may have: its part of `device_memory`, or of what is free, less what CUDA takes."""
+    num_gpus = gpus.count()
+    limits: list[int] = []
+    for stage in range(num_stages):
+        num_sharing = len(range(stage % num_gpus, num_stages, num_gpus))
+        free, total = gpus.memory(stage % num_gpus)
+        used = total - free
+        if device_memory is not None and device_memory > total:
+            raise UserError(
+                f"device_memory {shown(device_memory)}: the GPU has {shown(total)}, and {shown(free)} are free; "
+                f"give at most {shown(total)}"
+            )
+        if num_stages > 1:
+            used += num_sharing * gpus.context_bytes  # of processes that are not there yet
+        limit = int(_FREE_SHARE * (total - used)) if device_memory is None else device_memory - used
+        if limit <= 0:
+            raise UserError(
+                f"device_memory {shown(device_memory or free)}: CUDA and others take {shown(used)} of it; give "
+                "more, or end what else uses the GPU"
+            )
+        limits.append(limit // num_sharing)
+    return limits
