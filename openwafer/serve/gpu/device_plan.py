@@ -4,6 +4,7 @@ Everything that a process has on a GPU at one time stays within a limit: weights
 are streamed, keys and values, the activations of a step, and a reserve for what nobody counts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,22 +77,43 @@ class Needs:
         return (num_blocks + 1) * self.block
 
 
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a process may use of its GPU: `limit` bytes for tensors. `used` are others' bytes, and those of CUDA."""
+
+    limit: int
+    num_sharing: int
+    used: int
+
+    def whole(self, limit: int) -> int:
+        """The `device_memory` with which this would be the limit."""
+        return self.num_sharing * limit + self.used
+
+
+class TooSmall(Exception):
+    """So many bytes would be enough, `cache_bytes` of them for keys and values."""
+
+    def __init__(self, least_bytes: int, cache_bytes: int) -> None:
+        super().__init__(least_bytes, cache_bytes)
+        self.least_bytes = least_bytes
+        self.cache_bytes = cache_bytes
+
+
 def plan_devices(stored: StoredModel, config: EngineConfig, gpus: Gpus) -> list[DevicePlan]:
     """One plan for each of `num_csx` processes, by what their products cost; several may have to share a GPU."""
     shape, dtype = stored.config, device_dtype(config)
     inventory = take_inventory(stored, config)
     costs = [float(size.products) for size in inventory.layers]
     regions = split(costs, float(inventory.head.products), config.num_csx)
-    limits = _limits(config.device_memory, gpus, len(regions))
+    shares = _shares(config.device_memory, gpus, len(regions))
     needs = [needs_of(shape, inventory, region, config, dtype) for region in regions]
     most = config.num_running * -(-shape.max_position_embeddings // PAGE)
     given = None
     if config.kv_cache is not None:
         given = num_cache_blocks(shape, config, config.kv_cache, dtype.itemsize)
-    fits = [fitted(limit, need, given, most) for limit, need in zip(limits, needs, strict=True)]
+    fits = _all_fitted(shares, needs, given, most)
     if len(fits) > 1:  # all have the same blocks; who has room for more keeps more layers
-        num_blocks = min(blocks for blocks, _ in fits)
-        fits = [fitted(limit, need, num_blocks, most) for limit, need in zip(limits, needs, strict=True)]
+        fits = _all_fitted(shares, needs, min(num_blocks for num_blocks, _ in fits), most)
     num_gpus, threads = gpus.count(), threads_of_stages(config.num_threads, len(regions))
     plans: list[DevicePlan] = []
     for stage, (region, need, (num_blocks, num_streamed)) in enumerate(zip(regions, needs, fits, strict=True)):
@@ -101,7 +123,7 @@ def plan_devices(stored: StoredModel, config: EngineConfig, gpus: Gpus) -> list[
             DevicePlan(
                 region=region,
                 gpu=stage % num_gpus,
-                limit=limits[stage],
+                limit=shares[stage].limit,
                 num_blocks=num_blocks,
                 streamed_layers=tuple(streamed),
                 resident_bytes=need.ends + sum(need.layers) - streamed_bytes,
@@ -142,13 +164,30 @@ def needs_of(
     )
 
 
+def _all_fitted(
+    shares: Sequence[Share], needs: Sequence[Needs], num_blocks: int | None, most_blocks: int
+) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    refused: list[tuple[int, Share, Needs, TooSmall]] = []
+    for share, need in zip(shares, needs, strict=True):
+        try:
+            found.append(fitted(share.limit, need, num_blocks, most_blocks))
+        except TooSmall as error:
+            refused.append((share.whole(error.least_bytes), share, need, error))
+    if refused:
+        raise _too_small(*max(refused, key=lambda each: each[0]))
+    return found
+
+
 def fitted(limit: int, needs: Needs, num_blocks: int | None, most_blocks: int) -> tuple[int, int]:
     """(blocks of the cache, layers that are streamed) within `limit` bytes; None: as many blocks as have room."""
     fixed = needs.ends + needs.activations + limit // _RESERVE_SHARE
     least_blocks = min(most_blocks, -(-_LEAST_TOKENS // PAGE)) if num_blocks is None else num_blocks
     room = limit - fixed - needs.cache(least_blocks)
     if room < needs.least:
-        raise _too_small(limit, needs, needs.cache(least_blocks))
+        cache = needs.cache(least_blocks)
+        counted = needs.ends + needs.activations + needs.least + cache
+        raise TooSmall(-(-counted * _RESERVE_SHARE // (_RESERVE_SHARE - 1)), cache)
     blocks = least_blocks
     if num_blocks is None:
         wanted = min(most_blocks, max(least_blocks, limit // _CACHE_SHARE // needs.block))
@@ -161,21 +200,20 @@ def fitted(limit: int, needs: Needs, num_blocks: int | None, most_blocks: int) -
     return blocks, 0
 
 
-def _too_small(limit: int, needs: Needs, cache: int) -> UserError:
-    counted = needs.ends + needs.activations + needs.least + cache
-    least = -(-counted * _RESERVE_SHARE // (_RESERVE_SHARE - 1))
+def _too_small(least: int, share: Share, needs: Needs, error: TooSmall) -> UserError:
     return UserError(
-        f"{limit} bytes of device memory are too few for tensors: {least} are needed for the embedding and the output "
-        f"({needs.ends}), two layers, one computed with while the next is copied ({needs.least}), keys and values "
-        f"({cache}), the activations of a step ({needs.activations}) and a reserve of a twentieth; give a larger "
-        "--device_memory, or a smaller --kv_cache, --max_step_tokens or --max_running"
+        f"{share.limit} bytes of device memory for the tensors of a process are too few: {error.least_bytes} are "
+        f"needed for the embedding and the output ({needs.ends}), two layers, one computed with while the next is "
+        f"copied ({needs.least}), keys and values ({error.cache_bytes}), the activations of a step "
+        f"({needs.activations}) and a reserve of a twentieth; give at least --device_memory {least}, or a smaller "
+        "--kv_cache, --max_step_tokens or --max_running"
     )
 
 
-def _limits(device_memory: int | None, gpus: Gpus, num_stages: int) -> list[int]:
-    """Bytes that each process may have: its part of `device_memory`, or of what is free, less what CUDA takes."""
+def _shares(device_memory: int | None, gpus: Gpus, num_stages: int) -> list[Share]:
+    """Each process's part of `device_memory`, or of what is free, less what CUDA takes."""
     num_gpus = gpus.count()
-    limits: list[int] = []
+    shares: list[Share] = []
     for stage in range(num_stages):
         num_sharing = len(range(stage % num_gpus, num_stages, num_gpus))
         free, total = gpus.memory(stage % num_gpus)
@@ -193,5 +231,5 @@ def _limits(device_memory: int | None, gpus: Gpus, num_stages: int) -> list[int]
                 f"device_memory {shown(device_memory or free)}: CUDA and others take {shown(used)} of it; give "
                 "more, or end what else uses the GPU"
             )
-        limits.append(limit // num_sharing)
-    return limits
+        shares.append(Share(limit=limit // num_sharing, num_sharing=num_sharing, used=used))
+    return shares

@@ -22,16 +22,21 @@ _log = logging.getLogger(__name__)
 def open_on_gpus(stored: StoredModel, config: EngineConfig, gpus: Gpus | None = None) -> Runner:
     """The model loaded, with a cache of the size that `config` gives it or that there is room for."""
     gpus = gpus or Gpus()
-    for name in ("num_csx", "dram", "flash"):
+    for name in ("dram", "flash"):
         if getattr(config, name) != getattr(EngineConfig, name):
-            raise UserError(f"{name} is for --device cpu only: a model on a GPU is held by that one GPU, whole")
-    (plan,) = plan_devices(stored, config, gpus)
-    _announce([plan])
-    return open_on_gpu(stored, config, plan, gpus)
+            raise UserError(f"{name} is for --device cpu only: on a GPU, --device_memory bounds what is used of it")
+    plans = plan_devices(stored, config, gpus)
+    _announce(plans)
+    if len(plans) == 1:
+        return open_on_gpu(stored, config, plans[0], gpus)
+    from openwafer.serve.pipeline.runner import open_pipeline
+
+    return open_pipeline(stored.path, config, plans)
 
 
-def open_on_gpu(stored: StoredModel, config: EngineConfig, plan: DevicePlan, gpus: Gpus) -> GpuRunner:
+def open_on_gpu(stored: StoredModel, config: EngineConfig, plan: DevicePlan, gpus: Gpus | None = None) -> GpuRunner:
     """One region on one GPU."""
+    gpus = gpus or Gpus()
     shape, dtype = stored.config, device_dtype(config)
     device = gpus.open(plan.gpu)
     if config.device_memory is not None or config.num_csx > 1:

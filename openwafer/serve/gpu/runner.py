@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from openwafer.serve.gpu.compute import Values, run_steps
+from openwafer.serve.gpu.compute import STREAM, Values, run_steps
 from openwafer.serve.gpu.drawing import draw_rows
 from openwafer.serve.gpu.graphs import Recorded, record
 from openwafer.serve.gpu.landing import Landing
@@ -21,7 +21,7 @@ from openwafer.serve.gpu.places import SHORT, Places, most_numbers, packed, runs
 from openwafer.serve.gpu.plain import Kernels, PlainKernels
 from openwafer.serve.gpu.plan import Plan, Streamed, make_plan
 from openwafer.serve.gpu.sending import sent
-from openwafer.serve.program import Program
+from openwafer.serve.program import Embed, Program, Span
 from openwafer.serve.runner import Batch, Draw, Drawn
 
 BLOCK_SIZE = 16
@@ -68,6 +68,10 @@ class GpuRunner:
         sizes = [size for size in sorted(set(graph_sizes)) if size < 2 * max_sequences] if records else []
         rows = max(max_rows, *sizes, 1)
         count = most_numbers(rows, max_sequences * (-(-max_positions // BLOCK_SIZE) + 1))
+        # What comes from the stage before; steps add to it in place.
+        self._inflow: torch.Tensor | None = None
+        if not isinstance(program.body[0], Embed):
+            self._inflow = torch.zeros(rows, config.hidden_size, device=device)
         self._staging = torch.zeros(count, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._staged = torch.zeros(count, dtype=torch.int32, device=device)
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
@@ -81,18 +85,25 @@ class GpuRunner:
         self._sizes = sizes
 
     def run(self, batch: Batch) -> np.ndarray:
+        return self.run_stage(batch, None)
+
+    def run_stage(self, batch: Batch, x: np.ndarray | None) -> np.ndarray:
         with torch.inference_mode():
-            logits, _ = self._compute(batch)
-            return logits.cpu().numpy()
+            found, _ = self._compute(batch, x)
+            return found.cpu().numpy()
 
     def run_and_draw(self, batch: Batch, draws: Sequence[Draw | None]) -> Drawn:
         self.launch(batch, draws)
         return self.land()
 
-    def launch(self, batch: Batch, draws: Sequence[Draw | None]) -> None:
+    def draw_stage(self, batch: Batch, x: np.ndarray | None, draws: Sequence[Draw | None]) -> Drawn:
+        self.launch(batch, draws, x)
+        return self.land()
+
+    def launch(self, batch: Batch, draws: Sequence[Draw | None], x: np.ndarray | None = None) -> None:
         assert len(draws) == len(batch.logit_rows)
         with torch.inference_mode():
-            logits, picked = self._compute(batch)
+            logits, picked = self._compute(batch, x)
             chosen = [row for row, draw in enumerate(draws) if draw is not None and draw.temperature > 0]
             if chosen:
                 rows = sent(np.array(chosen), self._device)
@@ -113,18 +124,26 @@ class GpuRunner:
             torch.cuda.synchronize()  # a batch may be under way
         self._graphs.clear()
 
-    def _compute(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 logits of the wanted rows [n, vocab], and int32 [2, n]: their largest one's id, and its bits."""
+    def _compute(self, batch: Batch, x: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 logits of the wanted rows [n, vocab], and int32 [2, n]: their largest one's id, and its bits.
+
+        Without a head: the residual stream of all rows, and nothing.
+        """
         num_rows = len(batch.tokens)
         assert 0 < num_rows <= self._max_rows
+        if self._inflow is not None:
+            assert x is not None
+            self._inflow[:num_rows] = sent(x, self._device)
         runs = runs_of(batch)
         is_short = all(run.count <= SHORT for run in runs)
         if is_short and self._sizes and num_rows <= self._sizes[-1]:
             size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
             self._stage(batch, size, np.arange(size, dtype=np.int32))
+            if self._inflow is not None:
+                self._inflow[num_rows:size] = 0  # or rows that nobody looks at would grow from step to step
             logits, picked = self._graphs[size].replay()
             wanted = batch.logit_rows
-            if len(wanted) == num_rows:
+            if len(wanted) == num_rows or not self._plan.head:
                 return logits[:num_rows], picked[:, :num_rows]
             index = sent(wanted, self._device)
             return logits[index], picked[:, index]
@@ -148,11 +167,15 @@ class GpuRunner:
     def _forward(self, places: Places, logit_rows: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         places = replace(places, tokens=torch.where(places.follows < 0, places.tokens, self._tokens[places.follows]))
         values = Values(self._widths, self._dtype)
+        if self._inflow is not None:
+            values.replace(STREAM, self._inflow[: len(places.tokens)])
         run_steps(self._plan.body, self._kernels, values, places, self._cache)
+        nothing = torch.empty(2, 0, dtype=torch.int32, device=self._device)
+        if not self._plan.head:
+            return values.read(Span(STREAM, 0, self._widths[STREAM])), nothing
         if logit_rows is not None:
             if not len(logit_rows):  # pieces of prompts only
-                empty = torch.empty(0, self._widths["logits"], device=self._device)
-                return empty, torch.empty(2, 0, dtype=torch.int32, device=self._device)
+                return torch.empty(0, self._widths["logits"], device=self._device), nothing
             values.keep_rows(logit_rows)
         logits = run_steps(self._plan.head, self._kernels, values, places, self._cache).float()
         tops, ids = logits.max(dim=1)

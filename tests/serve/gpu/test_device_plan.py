@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from openwafer.errors import UserError
 from openwafer.serve.engine_config import EngineConfig
-from openwafer.serve.gpu.device_plan import DevicePlan, Needs, fitted, plan_devices
+from openwafer.serve.gpu.device_plan import DevicePlan, Needs, TooSmall, fitted, plan_devices
 from openwafer.serve.gpu.gpus import Gpus
 from openwafer.serve.lowering import PAGE
 from tests.serve.conftest import CONFIGS, stored, tiny_module
@@ -36,7 +36,7 @@ def plans(gpus: SizedGpus, **options) -> list[DevicePlan]:
 
 
 def least_of(error: pytest.ExceptionInfo[UserError]) -> int:
-    return int(str(error.value).split("too few for tensors: ")[1].split(" ")[0])
+    return int(str(error.value).split("--device_memory ")[1].split(",")[0])
 
 
 @given(
@@ -54,12 +54,12 @@ def test_a_plan_stays_within_its_limit(
     needs = Needs(ends=ends, layers=(layer,) * num_layers, activations=activations, block=block)
     try:
         num_blocks, num_streamed = fitted(limit, needs, blocks, 64)
-    except UserError as error:
-        least = int(str(error).split("too few for tensors: ")[1].split(" ")[0])
-        assert least > limit
-        with pytest.raises(UserError):
-            fitted(least - 2, needs, blocks, 64)
-        num_blocks, num_streamed = fitted(limit := least, needs, blocks, 64)
+    except TooSmall as error:
+        least = error.least_bytes
+        with pytest.raises(TooSmall):
+            fitted(max(limit, least - 2), needs, blocks, 64)
+        limit = least
+        num_blocks, num_streamed = fitted(limit, needs, blocks, 64)
     kept = (num_layers - num_streamed) * layer
     buffers = 2 * layer if num_streamed else 0
     spent = ends + activations + (num_blocks + 1) * block + kept + buffers + limit // 20
@@ -95,6 +95,13 @@ def test_the_least_that_is_told_is_enough() -> None:
             plans(SizedGpus(8 << 20), device_memory=10_000, **options)
         (plan,) = plans(SizedGpus(8 << 20), device_memory=least_of(told), **options)
         assert len(plan.streamed_layers) == 8
+
+
+def test_the_least_of_several_stages_is_that_of_the_whole_gpu() -> None:
+    gpus = SizedGpus(7 << 20, total=8 << 20)
+    with pytest.raises(UserError, match="for the tensors of a process are too few") as told:
+        plans(gpus, device_memory=(1 << 20) + 10_000, num_csx=2)
+    assert all(plan.num_blocks >= 16 for plan in plans(gpus, device_memory=least_of(told), num_csx=2))
 
 
 def test_what_others_use_counts() -> None:
