@@ -12,7 +12,9 @@ from openwafer.errors import UserError
 class EngineConfig:
     """How a model is loaded and how requests share it. Where None depends on the device, a property resolves it."""
 
-    device: Literal["cpu", "cuda"] = option("cpu", help="where the model runs; cuda: the first GPU")
+    device: Literal["cpu", "cuda"] = option(
+        "cpu", help="where the model runs; cuda: the first GPU, or with num_csx each in turn"
+    )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option(
         "auto", help="of weights that are not quantised; auto: as stored, and a GGUF's packed weights stay packed"
     )

@@ -50,6 +50,39 @@ def test_regions_one_after_the_other_are_the_whole(name: str, streams: bool) -> 
         assert last.run_stage(given, first.run_stage(given, None)).tobytes() == expected
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_batch_invariant_kernels_have_the_same_bits_on_stages_that_stream_and_in_other_pieces() -> None:
+    """The Triton kernels themselves, in Triton's interpreter."""
+    pytest.importorskip("triton", reason="there is no Triton for this platform")
+    from tests.serve.gpu.test_fast import TUNING, InvariantKernels, Tile
+
+    tile = Tile(num_outputs=16, num_inputs=32, num_warps=4, num_stages=1)
+    model, gpus = stored(tiny_module(CONFIGS["llama"])), LateGpus()
+    found = []
+    for num_stages, pieces in ((1, [5]), (2, [2, 3])):
+        chosen = EngineConfig(**CHOSEN | {"num_csx": num_stages})
+        runners: list[GpuRunner] = []
+        for plan in plan_devices(model, chosen, gpus):
+            layers = tuple(plan.region.layers) if num_stages > 1 else ()
+            runners.append(open_on_gpu(model, chosen, dataclasses.replace(plan, streamed_layers=layers), gpus))
+            runners[-1]._kernels = InvariantKernels(40, TUNING, tile, num_rows=16)
+        logits, start = [], 0
+        for length in pieces:
+            given = batch(PROMPT[start : start + length])
+            given = dataclasses.replace(
+                given, positions=given.positions + np.int32(start), logit_rows=np.arange(length, dtype=np.int32)
+            )
+            x = None
+            for runner in runners:
+                x = runner.run_stage(given, x)
+            assert x is not None
+            logits.append(x.copy())
+            start += length
+        found.append(np.concatenate(logits))
+    assert found[0].tobytes() == found[1].tobytes()
+    assert np.isfinite(found[0]).all()
+
+
 @contextlib.contextmanager
 def engine_on(config: ModelConfig, num_stages: int, **options) -> Iterator[Client]:
     runners = opened(config, num_stages, **options)
