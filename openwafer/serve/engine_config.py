@@ -28,7 +28,7 @@ class EngineConfig:
     dram: int | None = option(
         None,
         help="memory for weights, keys and values, such as 4GiB; weights that do not fit are streamed from flash "
-        "(default: all in memory, as long as they fit)",
+        "(default: all in memory, as long as they fit); cuda: for weights that do not fit on the GPU",
         minimum=1,
         size=True,
     )

@@ -72,13 +72,6 @@ def test_what_cannot_be_is_told(folder: Path, options: dict, reason: str) -> Non
         open_engine(folder, EngineConfig(**options))
 
 
-@pytest.mark.parametrize("options", [{"dram": "1GiB"}, {"flash": "here"}])
-def test_what_is_for_the_cpu_is_refused_on_a_gpu(folder: Path, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match="is for --device cpu only"):
-        open_engine(folder, EngineConfig(device="cuda", **options))
-
-
 def test_streamed_answers_are_those_of_memory(tmp_path: Path) -> None:
     """Through the front door, where the least budget that is told is enough."""
     folder = tmp_path / "deep"

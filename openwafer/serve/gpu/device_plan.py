@@ -5,7 +5,7 @@ are streamed, keys and values, the activations of a step, and a reserve for what
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from openwafer.models.load import StoredModel
 from openwafer.serve.budget import spread
 from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.gpu.gpus import Gpus
+from openwafer.serve.gpu.layer_shelf import NUM_FLASH_BUFFERS, flash_buffer_bytes
 from openwafer.serve.gpu.layer_stream import ALIGNMENT, NUM_BUFFERS
 from openwafer.serve.inventory import Inventory, Size, take_inventory
 from openwafer.serve.lowering import PAGE
@@ -40,6 +41,8 @@ class DevicePlan:
     limit: int  # bytes of all tensors
     num_blocks: int  # of keys and values, in its own layers
     streamed_layers: tuple[int, ...]
+    flash_layers: tuple[int, ...]  # those of them that host memory has no room for
+    layer_bytes: int  # of the largest
     resident_bytes: int
     streamed_bytes: int
     num_threads: int
@@ -50,6 +53,8 @@ class DevicePlan:
         if not self.streamed_layers:
             return f"{held}, {cache}"
         layers = f"{len(self.streamed_layers)} of {len(self.region.layers)} layers"
+        if self.flash_layers:
+            layers += f", {len(self.flash_layers)} of them from flash"
         return f"{held}, {shown(self.streamed_bytes)} ({layers}) are copied from host memory in every step, {cache}"
 
 
@@ -99,8 +104,13 @@ class TooSmall(Exception):
         self.cache_bytes = cache_bytes
 
 
-def plan_devices(stored: StoredModel, config: EngineConfig, gpus: Gpus) -> list[DevicePlan]:
-    """One plan for each of `num_csx` processes, by what their products cost; several may have to share a GPU."""
+def plan_devices(
+    stored: StoredModel, config: EngineConfig, gpus: Gpus, free_dram: int | None = None
+) -> list[DevicePlan]:
+    """One plan for each of `num_csx` processes, by what their products cost; several may have to share a GPU.
+
+    `free_dram`: bytes of the host that can be had; None: enough.
+    """
     shape, dtype = stored.config, device_dtype(config)
     inventory = take_inventory(stored, config)
     costs = [float(size.products) for size in inventory.layers]
@@ -126,12 +136,37 @@ def plan_devices(stored: StoredModel, config: EngineConfig, gpus: Gpus) -> list[
                 limit=shares[stage].limit,
                 num_blocks=num_blocks,
                 streamed_layers=tuple(streamed),
+                flash_layers=(),
+                layer_bytes=max(need.layers),
                 resident_bytes=need.ends + sum(need.layers) - streamed_bytes,
                 streamed_bytes=streamed_bytes,
                 num_threads=threads[stage],
             )
         )
-    return plans
+    return shelved(plans, config.dram, free_dram)
+
+
+def shelved(plans: list[DevicePlan], dram: int | None, free_dram: int | None) -> list[DevicePlan]:
+    """The streamed layers that `dram` (default: most of what is free) has no room for put on flash."""
+    total = sum(plan.streamed_bytes for plan in plans)
+    if dram is None and free_dram is not None and total > free_dram:
+        dram = free_dram * 4 // 5
+    if dram is None or total <= dram:
+        return plans
+    least = sum(NUM_FLASH_BUFFERS * flash_buffer_bytes(plan.layer_bytes) for plan in plans if plan.streamed_layers)
+    if dram < least:
+        raise UserError(
+            f"dram {dram} is too small: {shown(total)} of weights do not fit on the GPU, and {least} bytes are needed "
+            f"for layers that are read from flash; give at least --dram {least}, or a larger --device_memory"
+        )
+    found: list[DevicePlan] = []
+    for plan in plans:
+        size, count = flash_buffer_bytes(plan.layer_bytes), len(plan.streamed_layers)
+        room = (dram - least) * plan.streamed_bytes // total  # besides the buffers
+        on_flash = spread(range(count), count - min(count, room // size))
+        layers = tuple(layer for index, layer in enumerate(plan.streamed_layers) if index in on_flash)
+        found.append(replace(plan, flash_layers=layers))
+    return found
 
 
 def device_dtype(config: EngineConfig) -> torch.dtype:

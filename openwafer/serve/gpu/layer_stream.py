@@ -1,36 +1,49 @@
 """Layers that do not fit on the device: their weights are on the host, and are copied in ahead of each use.
 
 Copies go into a ring of buffers. Every step runs the streamed layers in the same order, so what is copied after the
-last layer is the first one again, for the next step. Nobody waits on the host: a copy waits on the device until the
-layer that had the buffer before is computed, and a layer until its copy has landed.
+last layer is the first one again, for the next step. Nobody waits on the host (but for flash): a copy waits on the
+device until the layer that had the buffer before is computed, and a layer until its copy has landed.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
 from openwafer.csx.device import Moment
 from openwafer.serve.gpu.device import Device
+from openwafer.serve.gpu.layer_shelf import FlashShelf, HostPiece, Piece
 from openwafer.serve.gpu.plan import Attention, Step, Streamed
 
 NUM_BUFFERS = 2  # one is computed with while the next is copied; copies wait for nothing else, so more gain nothing
 ALIGNMENT = 256  # bytes; of every tensor within its layer
 
 
-class StreamedLayer:
-    """A layer's weights on the host in one piece, and its steps once for each buffer that they may be copied into."""
+@dataclass(frozen=True)
+class Place:
+    """Of a tensor within its layer."""
 
-    def __init__(self, stream: "LayerStream", host: torch.Tensor, steps: Sequence[Step]) -> None:
-        self.host = host
+    start: int  # in bytes
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        num_bytes = self.shape.numel() * self.dtype.itemsize
+        return flat[self.start : self.start + num_bytes].view(self.dtype).view(self.shape)
+
+
+class StreamedLayer:
+    """A layer's weights in one piece, and its steps once for each buffer that they may be copied into."""
+
+    def __init__(self, stream: "LayerStream", piece: Piece, num_bytes: int, steps: Sequence[Step]) -> None:
+        """`steps`: with tensors of which only the shapes are looked at."""
+        self.piece = piece
+        self.num_bytes = num_bytes
         self.steps_in: list[tuple[Step, ...]] = []  # filled by the stream when it has its buffers
         self._stream = stream
-        self._steps = steps  # with weights that are views of `host`
-
-    @property
-    def num_bytes(self) -> int:
-        return self.host.nbytes
+        self._steps = steps
 
     def bring(self) -> tuple[Step, ...]:
         return self._stream.bring(self)
@@ -40,12 +53,15 @@ class StreamedLayer:
 
     def over(self, buffer: torch.Tensor) -> tuple[Step, ...]:
         """The steps with their weights in a buffer."""
-        return tuple(_moved(step, lambda tensor: _same_place(tensor, self.host, buffer)) for step in self._steps)
+        places = iter(_places(self._steps)[0])
+        return tuple(_moved(step, lambda _: next(places).of(buffer)) for step in self._steps)
 
 
 class LayerStream:
-    def __init__(self, device: Device, num_buffers: int = NUM_BUFFERS) -> None:
+    def __init__(self, device: Device, shelf: FlashShelf | None = None, num_buffers: int = NUM_BUFFERS) -> None:
+        """`shelf`: for layers that are not kept in host memory."""
         self._device = device
+        self._shelf = shelf
         self._num_buffers = num_buffers
         self._layers: list[StreamedLayer] = []  # in the order in which steps use them
         self._buffers: list[torch.Tensor] = []
@@ -55,27 +71,33 @@ class LayerStream:
         self._num_copies = 0
         self._num_uses = 0
 
-    def take(self, steps: Sequence[Step]) -> Streamed:
+    def take(self, steps: Sequence[Step], *, on_flash: bool = False) -> Streamed:
         """Move the weights of the next layer to the host."""
-        sizes = [_padded(tensor.nbytes) for step in steps for tensor in _weights(step)]
-        host = self._device.host_memory(sum(sizes), torch.uint8)
-        starts = iter([sum(sizes[:index]) for index in range(len(sizes))])
+        places, num_bytes = _places(steps)
+        if on_flash:
+            assert self._shelf is not None
+            with self._shelf.putting(num_bytes) as (flat, piece):
+                _fill(flat, steps, places)
+        else:
+            flat = self._device.host_memory(num_bytes, torch.uint8)
+            piece = HostPiece(flat)
+            _fill(flat, steps, places)
+        shapes = [_moved(step, lambda tensor: torch.empty_like(tensor, device="meta")) for step in steps]
+        self._layers.append(StreamedLayer(self, piece, num_bytes, shapes))
+        return Streamed(source=self._layers[-1], dst=_dst(steps[-1]))
 
-        def to_host(tensor: torch.Tensor) -> torch.Tensor:
-            assert tensor.is_contiguous()
-            start = next(starts)
-            there = host[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            return there.copy_(tensor)
-
-        layer = StreamedLayer(self, host, [_moved(step, to_host) for step in steps])
-        self._layers.append(layer)
-        return Streamed(source=layer, dst=_dst(steps[-1]))
+    def close(self) -> None:
+        """No step is under way any more."""
+        if self._shelf is not None:
+            self._shelf.close()
 
     def start(self) -> None:
         """All layers are here: get the buffers, and have the first layers copied."""
         if not self._layers:
             return
-        largest = max(layer.host.nbytes for layer in self._layers)
+        if self._shelf is not None:
+            self._shelf.finish()
+        largest = max(layer.num_bytes for layer in self._layers)
         self._buffers = [self._device.empty(largest, torch.uint8) for _ in range(self._num_buffers)]
         for layer in self._layers:
             layer.steps_in = [layer.over(buffer) for buffer in self._buffers]
@@ -101,9 +123,27 @@ class LayerStream:
     def _copy_next(self) -> None:
         layer = self._layers[self._num_copies % len(self._layers)]
         at = self._num_copies % self._num_buffers
-        target = self._buffers[at][: layer.host.nbytes]
-        self._landed[at] = self._device.copy_in(target, layer.host, after=self._released[at])
+        target = self._buffers[at][: layer.num_bytes]
+        self._landed[at] = self._device.copy_in(target, layer.piece.lend(), after=self._released[at])
+        layer.piece.give_back(self._landed[at])
         self._num_copies += 1
+
+
+def _places(steps: Sequence[Step]) -> tuple[list[Place], int]:
+    """Of all tensors one after the other, and the bytes of all."""
+    places: list[Place] = []
+    num_bytes = 0
+    for step in steps:
+        for tensor in _weights(step):
+            places.append(Place(num_bytes, tensor.dtype, tensor.shape))
+            num_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return places, num_bytes
+
+
+def _fill(flat: torch.Tensor, steps: Sequence[Step], places: Sequence[Place]) -> None:
+    tensors = [tensor for step in steps for tensor in _weights(step)]
+    for tensor, place in zip(tensors, places, strict=True):
+        place.of(flat).copy_(tensor)
 
 
 def _weights(value: Any) -> Iterator[torch.Tensor]:
@@ -115,7 +155,7 @@ def _weights(value: Any) -> Iterator[torch.Tensor]:
             yield from _weights(getattr(value, field.name))
 
 
-def _moved(value: Any, move: Any) -> Any:
+def _moved(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same with other tensors, in the order of `_weights`."""
     if isinstance(value, torch.Tensor):
         return move(value)
@@ -125,16 +165,6 @@ def _moved(value: Any, move: Any) -> Any:
     moved = {name: _moved(inner, move) for name, inner in fields.items()}
     changed = {name: inner for name, inner in moved.items() if inner is not fields[name]}
     return dataclasses.replace(cast(Any, value), **changed) if changed else value
-
-
-def _same_place(tensor: torch.Tensor, whole: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """What is at the place in `buffer` that `tensor` has in `whole`."""
-    start = tensor.data_ptr() - whole.data_ptr()
-    return buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _dst(step: Step) -> Any:

@@ -5,6 +5,7 @@ import dataclasses
 import torch
 
 from openwafer.serve.gpu.device import Device
+from openwafer.serve.gpu.layer_shelf import FlashShelf
 from openwafer.serve.gpu.layer_stream import LayerStream
 from openwafer.serve.gpu.plan import Plan, Planner, Step
 from openwafer.serve.program import Linear, Operation
@@ -18,9 +19,19 @@ class PlanBuilder:
     See `loading.Taker`. Layers must come in the order of the model among those that are streamed.
     """
 
-    def __init__(self, device: Device, dtype: torch.dtype, max_positions: int, streamed_layers: frozenset[int]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        dtype: torch.dtype,
+        max_positions: int,
+        streamed_layers: frozenset[int],
+        flash_layers: frozenset[int] = frozenset(),
+        shelf: FlashShelf | None = None,
+    ) -> None:
+        """`flash_layers` are those of the streamed ones that go to the shelf."""
         self.streamed_layers = streamed_layers
-        self.stream = LayerStream(device)
+        self.stream = LayerStream(device, shelf)
+        self._flash_layers = flash_layers
         self._planner = Planner(device.where, dtype, max_positions)
         self._parts: dict[Part, tuple[Step, ...]] = {}
 
@@ -30,7 +41,9 @@ class PlanBuilder:
             self._parts[part] = self._planner.joined(operations)
             return operations
         steps = self._planner.joined_layer(operations)
-        self._parts[part] = (self.stream.take(steps),) if part in self.streamed_layers else steps
+        if part in self.streamed_layers:
+            steps = (self.stream.take(steps, on_flash=part in self._flash_layers),)
+        self._parts[part] = steps
         return [
             dataclasses.replace(op, matrix=without_data(op.matrix)) if isinstance(op, Linear) else op
             for op in operations

@@ -17,6 +17,7 @@ from openwafer.serve.gpu.compute import STREAM, Values, run_steps
 from openwafer.serve.gpu.drawing import draw_rows
 from openwafer.serve.gpu.graphs import Recorded, record
 from openwafer.serve.gpu.landing import Landing
+from openwafer.serve.gpu.layer_stream import LayerStream
 from openwafer.serve.gpu.places import SHORT, Places, most_numbers, packed, runs_of, unpacked
 from openwafer.serve.gpu.plain import Kernels, PlainKernels
 from openwafer.serve.gpu.plan import Plan, Streamed, make_plan
@@ -46,9 +47,10 @@ class GpuRunner:
         kernels: Kernels | None = None,
         graph_sizes: Sequence[int] = SIZES,
         plan: Plan | None = None,
+        stream: LayerStream | None = None,
     ) -> None:
         """`kernels` None: the plain ones; `graph_sizes`: none of them are recorded where the device has no graphs, or
-        where layers are streamed. `plan`: that of the program, made while it was loaded."""
+        where layers are streamed. `plan`: that of the program, made while it was loaded. `stream`: closed with this."""
         config = program.config
         self.num_blocks = num_blocks
         self._device = device
@@ -57,6 +59,7 @@ class GpuRunner:
         self._kernels = kernels or PlainKernels()
         self._max_rows = max_rows
         max_positions = min(config.max_position_embeddings, num_blocks * BLOCK_SIZE)
+        self._stream = stream
         self._plan = plan or make_plan(program, device, dtype, max_positions)
         # One block more than is lent out: rows that fill up a graph are stored there.
         shape = (program.num_layers, 2, num_blocks + 1, config.kv_heads, BLOCK_SIZE, config.head_size)
@@ -123,6 +126,8 @@ class GpuRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # a batch may be under way
         self._graphs.clear()
+        if self._stream is not None:
+            self._stream.close()
 
     def _compute(self, batch: Batch, x: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 logits of the wanted rows [n, vocab], and int32 [2, n]: their largest one's id, and its bits.

@@ -48,5 +48,7 @@ def _device_plan(fields: dict[str, Any]) -> "DevicePlan":
     from openwafer.serve.gpu.device_plan import DevicePlan
     from openwafer.serve.region import Region
 
-    layers = tuple(fields["streamed_layers"])
-    return DevicePlan(**fields | {"region": Region(**fields["region"]), "streamed_layers": layers})
+    read: dict[str, Any] = {"region": Region(**fields["region"])}
+    for name in ("streamed_layers", "flash_layers"):
+        read[name] = tuple(fields[name])
+    return DevicePlan(**fields | read)

@@ -61,15 +61,15 @@ def _open(spec: StageSpec) -> StageRunner:
     from openwafer.serve.stage_plan import plan_stages
 
     stored = open_model(spec.model)
+    folder = None if spec.config.flash is None else spec.config.flash / f"stage-{spec.index}"
     if spec.device_plan is not None:
         from openwafer.serve.gpu.opening import open_on_gpu
 
         torch.set_num_threads(spec.device_plan.num_threads)
-        return open_on_gpu(stored, spec.config, spec.device_plan)
+        return open_on_gpu(stored, spec.config, spec.device_plan, folder=folder)
     plan = plan_stages(stored, spec.config)[spec.index]
     torch.set_num_threads(plan.num_threads)
-    flash = spec.config.flash
-    return open_stage(stored, spec.config, plan, None if flash is None else flash / f"stage-{spec.index}")
+    return open_stage(stored, spec.config, plan, folder)
 
 
 def run_batches(runner: StageRunner, inbox: Inbox, outbound: Pipe, *, is_last: bool) -> None:

@@ -1,7 +1,9 @@
 """A device of host memory on which everything happens in the worst order that was allowed.
 
 A copy is made only when somebody waits for it; until then its target is full of NaN. What was computed counts as still
-running until a copy has waited for it: writing over memory that it reads is an error.
+running until a copy has waited for it: writing over memory that it reads is an error. So is changing memory that is
+copied from before the host has waited for that copy. `log` says in which order things were asked for; "wait" is the
+host waiting.
 """
 
 from collections import deque
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from openwafer.csx.device import Moment
+from openwafer.direct_io import aligned_bytes
 from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.gpu.device import Device
 from openwafer.serve.gpu.gpus import Gpus
@@ -36,9 +39,11 @@ class Copied:
     """Reached when the first `count` copies are made."""
 
     count: int
+    device: "LateGpu"
 
     def synchronize(self) -> None:
-        raise AssertionError("the host must not wait for the device")
+        self.device.log.append("wait")
+        self.device.wait(self.count)
 
 
 class LateGpu:
@@ -51,13 +56,15 @@ class LateGpu:
         self.num_held_bytes = 0  # asked for with `empty`
         self._pending: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
         self._num_copied = 0
+        self._sources: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque(maxlen=16)  # (copy, memory, what it held)
         self._reads: list[tuple[int, int]] = []  # first and last address
 
     def allow(self, num_bytes: int) -> None:
         self.allowed_bytes = num_bytes
 
     def host_memory(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((num_elements * dtype.itemsize,), NAN, dtype=torch.uint8).view(dtype)
+        num_bytes = num_elements * dtype.itemsize
+        return aligned_bytes(num_bytes)[:num_bytes].fill_(NAN).view(dtype)
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         self.num_held_bytes += num_elements * dtype.itemsize
@@ -71,15 +78,27 @@ class LateGpu:
         first, last = target.data_ptr(), target.data_ptr() + target.nbytes
         for start, stop in self._reads[after.count :]:
             assert stop <= first or last <= start, "weights are overwritten while they are read"
+        for _, memory, held in self._sources:
+            assert torch.equal(memory, held), "memory changes while it may still be copied from"
         self.log.append("copy")
         target.fill_(NAN)
         self._pending.append((target, source))
-        return Copied(self._num_copied + len(self._pending))
+        self._sources.append((self._num_copied + len(self._pending), source, source.clone()))
+        return Copied(self._num_copied + len(self._pending), self)
 
     def use(self, moment: Moment) -> None:
         assert isinstance(moment, Copied)
         self.log.append("use")
-        while self._num_copied < moment.count:
+        self._copy_until(moment.count)
+
+    def wait(self, count: int) -> None:
+        """The host knows from now on that so many copies are made."""
+        self._copy_until(count)
+        while self._sources and self._sources[0][0] <= count:
+            self._sources.popleft()
+
+    def _copy_until(self, count: int) -> None:
+        while self._num_copied < count:
             target, source = self._pending.popleft()
             target.copy_(source)
             self._num_copied += 1

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,11 +73,33 @@ def test_a_model_larger_than_the_device_answers_as_one_that_fits(
     assert whole.ask(prompts[0], max_tokens=6).tokens == list(generate(MODULE, prompts[0], max_tokens=6))
 
 
-def test_weights_that_the_host_cannot_hold_are_refused(open_gpus: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_the_host_cannot_hold_are_on_flash(
+    open_gpus: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The least memory that is told is enough; files go with the engine."""
+    options = {"device_memory": STREAMED, "flash": tmp_path / "flash"}
+    with pytest.raises(UserError, match=r"dram 1000 is too small: .* of weights do not fit on the GPU") as told:
+        open_gpus(dram=1000, **options)
+    least = int(str(told.value).split("--dram ")[1].split(",")[0])
+    streamed = open_gpus(dram=least, **options)
+    assert "of them from flash) are copied from host memory in every step" in caplog.text
+    files = list((tmp_path / "flash").glob("*.flash"))
+    assert len(files) > 4
+    expected = open_gpus().ask(PROMPT[:20], max_tokens=6, num_logprobs=1)
+    assert bits(streamed.ask(PROMPT[:20], max_tokens=6, num_logprobs=1)) == bits(expected)
+    streamed.engine.close()
+    assert not any(file.exists() for file in files)
+
+
+def test_without_a_budget_flash_is_used_where_the_host_has_no_room(
+    open_gpus: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "available_bytes", lambda: 700_000)
+    open_gpus(device_memory=STREAMED, flash=tmp_path)
+    assert list(tmp_path.glob("*.flash"))
     monkeypatch.setattr(opening, "available_bytes", lambda: 1000)
-    open_gpus()
-    with pytest.raises(UserError, match="do not fit on the GPU, and 1000 bytes of host memory are free"):
-        open_gpus(device_memory=STREAMED)
+    with pytest.raises(UserError, match="dram 800 is too small"):
+        open_gpus(device_memory=STREAMED, flash=tmp_path)
 
 
 def test_a_device_that_runs_out_while_loading_says_what_was_planned(

@@ -29,6 +29,8 @@ def test_the_plan_of_a_gpu_arrives_as_it_was_sent() -> None:
         limit=1 << 40,
         num_blocks=77,
         streamed_layers=(2, 4),
+        flash_layers=(4,),
+        layer_bytes=10,
         resident_bytes=10,
         streamed_bytes=20,
         num_threads=3,
