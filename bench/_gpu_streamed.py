@@ -7,10 +7,12 @@ more tokens per second than one over it, and many users share it.
 import argparse
 import dataclasses
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import _gpu_kernels
+import numpy as np
 import torch
 from _gpu_engine import Bench, ask, decode_rate
 from _journal import Journal
@@ -23,15 +25,19 @@ from openwafer.models.weights import everything
 from openwafer.serve.budget import spread
 from openwafer.serve.engine import EngineConfig, LocalEngine
 from openwafer.serve.gpu.device import Device
-from openwafer.serve.gpu.device_plan import plan_devices
+from openwafer.serve.gpu.device_plan import device_dtype, plan_devices
 from openwafer.serve.gpu.fast import TritonKernels
 from openwafer.serve.gpu.gpus import Gpus
 from openwafer.serve.gpu.interpreted import is_interpreted
 from openwafer.serve.gpu.opening import open_on_gpu
 from openwafer.serve.gpu.plain import Kernels, PlainKernels
-from openwafer.serve.gpu.runner import BLOCK_SIZE
+from openwafer.serve.gpu.plan_builder import PlanBuilder
+from openwafer.serve.gpu.runner import BLOCK_SIZE, GpuRunner
 from openwafer.serve.gpu.tuning import Tuning
+from openwafer.serve.loading import load_program
 from openwafer.serve.program import Program
+from openwafer.serve.region import Region
+from openwafer.serve.runner import Batch
 
 NUM_USERS = 32
 
@@ -42,7 +48,8 @@ def streamed(
     users, outputs = (2, 6) if args.tiny else (NUM_USERS, 16)
     began = time.perf_counter()
     gpus = BenchGpus(device, None if args.plain else tuning)
-    bench = opened(config, device, args, gpus, users, outputs)
+    stored = random_model(config, device)
+    bench = opened(stored, device, args, gpus, users, outputs)
     num_bytes = bench.runner.num_streamed_bytes
     rate = copy_rate(gpus.opened, 1 << 20 if args.tiny else 1 << 30)
     floor_s = num_bytes / rate
@@ -64,22 +71,63 @@ def streamed(
             flush=True,
         )
         journal.note(**{f"streamed_{count}_tokens_per_s": found, f"streamed_{count}_share_of_bound": share})
+    is_equal = logits_of(bench.runner, config) == logits_of(resident(stored, gpus), config)
+    print(f"logits are {'those' if is_equal else 'NOT THOSE'} of the model with all layers on the device", flush=True)
+    journal.note(streamed_equal=is_equal)
     bench.engine.close()
+    if not is_equal:
+        raise RuntimeError("streamed layers give other bits")
+
+
+def logits_of(runner: GpuRunner, config: ModelConfig) -> bytes:
+    """Of a prompt and of the steps after it, no other step being under way."""
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 40).astype(np.int32)
+    found, start = b"", 0
+    for count in (32, 1, 1, 1):
+        batch = Batch(
+            tokens=tokens[start : start + count],
+            positions=np.arange(start, start + count, dtype=np.int32),
+            sequences=np.zeros(count, np.int32),
+            tables=np.arange(3, dtype=np.int32)[None],
+            logit_rows=np.array([count - 1], np.int32),
+        )
+        found += runner.run(batch).tobytes()
+        start += count
+    return found
+
+
+def resident(stored: StoredModel, gpus: "BenchGpus") -> GpuRunner:
+    """The same model with all layers on the device, and without graphs as well."""
+    config, device = stored.config, gpus.opened
+    chosen = gpus.chosen
+    builder = PlanBuilder(device, device_dtype(chosen), 64, frozenset())
+    program = load_program(stored, chosen, taker=builder)
+    return GpuRunner(
+        program,
+        num_blocks=4,
+        max_rows=32,
+        max_sequences=1,
+        device=device.where,
+        dtype=device_dtype(chosen),
+        kernels=gpus.kernels(program, chosen, device),
+        graph_sizes=(),
+        plan=builder.plan(Region.whole(config)),
+    )
 
 
 def opened(
-    config: ModelConfig, device: torch.device, args: argparse.Namespace, gpus: "BenchGpus", users: int, outputs: int
+    stored: StoredModel, device: torch.device, args: argparse.Namespace, gpus: "BenchGpus", users: int, outputs: int
 ) -> Bench:
     """The engine as the server opens it, but for the layers: every second one is streamed, though all would fit."""
+    config = stored.config
     num_blocks = users * -(-(args.inputs + outputs) // BLOCK_SIZE) + 1
-    chosen = EngineConfig(
+    gpus.chosen = chosen = EngineConfig(
         device="cuda",
         dtype="auto" if device.type == "cuda" else "fp32",
         max_running=users,
         max_step_tokens=args.step_tokens,
         prefix_cache=False,
     )
-    stored = random_model(config, device)
     (plan,) = plan_devices(stored, chosen, gpus)
     layers = sorted(spread(plan.region.layers, config.num_hidden_layers // 2))
     plan = dataclasses.replace(plan, num_blocks=num_blocks, streamed_layers=tuple(layers))
@@ -94,13 +142,13 @@ def random_model(config: ModelConfig, device: torch.device) -> StoredModel:
     with torch.device("meta"):
         module = build(config)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    generator = torch.Generator(device).manual_seed(0)
 
     def tensors(wanted=everything) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in module.named_parameters():
             if wanted(name) and weight.dim() < 2:
                 yield name, torch.ones(weight.shape)
             elif wanted(name):
+                generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))  # in whatever order
                 values = torch.randn(weight.shape, generator=generator, device=device, dtype=dtype)
                 yield name, values.mul_(weight.shape[1] ** -0.5)
 
@@ -125,6 +173,7 @@ class BenchGpus(Gpus):
     """The first GPU with tiles of our choice, or the CPU in its place."""
 
     opened: Device  # by `open`
+    chosen: EngineConfig
 
     def __init__(self, device: torch.device, tuning: Tuning | None) -> None:
         self._device = device

@@ -37,6 +37,7 @@ def test_parts_on_a_tiny_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert layer < found["streamed_bytes"] < 1.1 * layer  # one of two layers
     assert found["streamed_floor_s"] * found["host_to_device_bytes_per_s"] == pytest.approx(found["streamed_bytes"])
     assert found["streamed_2_tokens_per_s"] > 0
+    assert found["streamed_equal"] is True
 
 
 def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:

@@ -134,29 +134,29 @@ def _places(steps: Sequence[Step]) -> tuple[list[Place], int]:
     places: list[Place] = []
     num_bytes = 0
     for step in steps:
-        for tensor in _weights(step):
+        for tensor in weights_of(step):
             places.append(Place(num_bytes, tensor.dtype, tensor.shape))
             num_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     return places, num_bytes
 
 
 def _fill(flat: torch.Tensor, steps: Sequence[Step], places: Sequence[Place]) -> None:
-    tensors = [tensor for step in steps for tensor in _weights(step)]
+    tensors = [tensor for step in steps for tensor in weights_of(step)]
     for tensor, place in zip(tensors, places, strict=True):
         place.of(flat).copy_(tensor)
 
 
-def _weights(value: Any) -> Iterator[torch.Tensor]:
+def weights_of(value: Any) -> Iterator[torch.Tensor]:
     """The tensors of a step that belong to its layer alone: not the table of rotations, which all layers share."""
     if isinstance(value, torch.Tensor):
         yield value
     elif dataclasses.is_dataclass(value) and not isinstance(value, Attention):
         for field in dataclasses.fields(value):
-            yield from _weights(getattr(value, field.name))
+            yield from weights_of(getattr(value, field.name))
 
 
 def _moved(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same with other tensors, in the order of `_weights`."""
+    """The same with other tensors, in the order of `weights_of`."""
     if isinstance(value, torch.Tensor):
         return move(value)
     if not dataclasses.is_dataclass(value) or isinstance(value, Attention):

@@ -16,6 +16,7 @@ from openwafer.direct_io import aligned_bytes
 from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.gpu.device import Device
 from openwafer.serve.gpu.gpus import Gpus
+from openwafer.serve.gpu.layer_stream import weights_of
 from openwafer.serve.gpu.places import Places
 from openwafer.serve.gpu.plain import Kernels, PlainKernels
 from openwafer.serve.gpu.plan import Attention, Project
@@ -119,9 +120,8 @@ class WatchedKernels(PlainKernels):
         return super().norm(step, src, dtype)
 
     def project(self, step: Project, src: torch.Tensor, wide: bool) -> torch.Tensor:
-        for tensor in (step.weight, step.bias):
-            if tensor is not None:
-                self._device.read(tensor)
+        for tensor in weights_of(step):
+            self._device.read(tensor)
         return torch.cat([super(WatchedKernels, self).project(step, row, wide) for row in src.split(1)])
 
     def attend(
