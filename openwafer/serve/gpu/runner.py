@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from openwafer.errors import UserError
 from openwafer.serve.gpu.compute import STREAM, Values, run_steps
 from openwafer.serve.gpu.drawing import draw_rows
 from openwafer.serve.gpu.graphs import Recorded, record
@@ -134,6 +135,15 @@ class GpuRunner:
 
         Without a head: the residual stream of all rows, and nothing.
         """
+        try:
+            return self._computed(batch, x)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"the GPU has not enough memory for a step of {len(batch.tokens)} tokens "
+                f"({str(error).splitlines()[0]}): give a smaller --device_memory, --kv_cache or --max_step_tokens"
+            ) from None
+
+    def _computed(self, batch: Batch, x: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows = len(batch.tokens)
         assert 0 < num_rows <= self._max_rows
         if self._inflow is not None:

@@ -16,7 +16,7 @@ from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.gpu import opening
 from openwafer.serve.gpu.opening import open_on_gpus
 from tests.serve.conftest import CONFIGS, Answer, Client, stored, tiny_module
-from tests.serve.gpu.late_gpu import LateGpus
+from tests.serve.gpu.late_gpu import LateGpus, WatchedKernels
 
 PROMPT = np.random.default_rng(1).integers(0, 101, 37).tolist()
 MODULE = tiny_module(dataclasses.replace(CONFIGS["llama"], num_hidden_layers=8))
@@ -111,6 +111,19 @@ def test_a_device_that_runs_out_while_loading_says_what_was_planned(
     monkeypatch.setattr(opening, "load_program", full)
     with pytest.raises(UserError, match=r"GPU 0: .* stay, .*; CUDA out of memory. Tried to allocate 2 GiB\): give a"):
         open_gpus()
+
+
+def test_a_device_that_runs_out_in_a_step_ends_the_engine_with_what_to_do(
+    open_gpus: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more")
+
+    client = open_gpus()
+    monkeypatch.setattr(WatchedKernels, "attend", full)
+    answer = client.ask(PROMPT[:9])
+    assert answer.last.finish_reason == "error"
+    assert "not enough memory for a step of 9 tokens (CUDA out of memory. Tried to" in (answer.last.error or "")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
