@@ -2,7 +2,8 @@
 
     --first             all there is in a few minutes, each part in a process of its own; what fails stops nothing else
     --check             every Triton kernel against its plain definition, and the fast path's greedy tokens
-    --parts one users   some parts alone: compile, bandwidth, tune, one, users, prompt, profile
+    --parts one users   some parts alone: compile, bandwidth, tune, one, users, prompt, profile, streamed
+    --parts streamed    half of the layers are copied from host memory in every step
     --parts compile     every kernel compiled for a Hopper GPU: registers, spills, loads. Needs no GPU
     --parts tune        other tiles, for --budget_s seconds
     --device cpu --tiny the same code with plain operations on a tiny shape (TRITON_INTERPRET=1: with the kernels, in
@@ -31,7 +32,7 @@ from openwafer.serve.gpu.interpreted import is_interpreted
 from openwafer.serve.gpu.invariant import InvariantKernels
 from openwafer.serve.gpu.tuning import Tuning
 
-PARTS = ("compile", "bandwidth", "tune", "one", "users", "prompt", "profile")
+PARTS = ("compile", "bandwidth", "tune", "one", "users", "prompt", "profile", "streamed")
 ENGINE_PARTS = ("one", "users", "prompt", "profile")
 LLAMA_8B = ModelConfig(
     family="llama",
@@ -89,6 +90,10 @@ def main() -> None:
         journal.part("bandwidth", lambda: copy_bandwidth(device, args.tiny, journal))
     if set(ENGINE_PARTS) & set(args.parts):
         journal.part("engine", lambda: run_engine_parts(config, device, args, tuning, journal))
+    if "streamed" in args.parts:
+        import _gpu_streamed
+
+        journal.part("streamed", lambda: _gpu_streamed.streamed(config, device, args, tuning, journal))
     if "tune" in args.parts:
         import _gpu_tune
 
@@ -157,11 +162,13 @@ def first_run(args: argparse.Namespace) -> None:
     elif not overlap:
         run(60, *quick, "--parts", "one", "--cautious", *apart("cautious"))  # what starting early is worth
     run(80, *quick, "--parts", "one", "users", "--invariant", *apart("invariant"), *overlap)
+    run(60, *quick, "--parts", "streamed", *overlap)
     run(100, *same, "--parts", "tune", "--budget_s", str(args.budget_s))
     for path in sorted(Path(args.out).parent.glob(f"{Path(args.out).name}*")) if args.out else []:
         print(f"== {path.name}", flush=True)
         numbers = read_journal(path)
         wanted = ("kernels", "equal", "worst", "copy", "one_user", "runner", "users", "first_token", "matmul", "failed")
+        wanted += ("streamed", "host_to_device")
         for name, value in numbers.items():
             if name.startswith(wanted) or name.endswith("_failed"):
                 print(f"{name}: {value}", flush=True)

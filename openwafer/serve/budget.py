@@ -62,7 +62,7 @@ def place(weight_bytes: int, inventory: Inventory, region: Region, max_rows: int
     keeps_head = head <= room
     room -= head if keeps_head else 0
     num_kept = min(len(sizes), room // max(sizes))
-    streamed = _spread(region.layers, len(sizes) - num_kept)
+    streamed = spread(region.layers, len(sizes) - num_kept)
     return _placement(inventory, region, streamed, has_head=not keeps_head, pool_bytes=_NUM_BUFFERS * unit)
 
 
@@ -116,7 +116,7 @@ def _unit_bytes(inventory: Inventory, region: Region) -> int:
     return rounded_up(max(largest, inventory.group_bytes) + BLOCK_BYTES)
 
 
-def _spread(layers: range, count: int) -> frozenset[int]:
+def spread(layers: range, count: int) -> frozenset[int]:
     """`count` of the layers at even distances: while those that stay are computed, the next one is read."""
     num = len(layers)
     return frozenset(layer for k, layer in enumerate(layers) if (k + 1) * count // num > k * count // num)

@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Literal
 
 from openwafer.config import conform, option
+from openwafer.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How a model is loaded and how requests share it. Where None depends on the device, a property resolves it."""
 
-    device: Literal["cpu", "cuda"] = option("cpu", help="where the model runs; cuda: the first GPU")
+    device: Literal["cpu", "cuda"] = option(
+        "cpu", help="where the model runs; cuda: the first GPU, or with num_csx each in turn"
+    )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option(
         "auto", help="of weights that are not quantised; auto: as stored, and a GGUF's packed weights stay packed"
     )
@@ -25,7 +28,14 @@ class EngineConfig:
     dram: int | None = option(
         None,
         help="memory for weights, keys and values, such as 4GiB; weights that do not fit are streamed from flash "
-        "(default: all in memory, as long as they fit)",
+        "(default: all in memory, as long as they fit); cuda: for weights that do not fit on the GPU",
+        minimum=1,
+        size=True,
+    )
+    device_memory: int | None = option(
+        None,
+        help="cuda: the most memory of each GPU to use, such as 8GiB (default: what is free); weights that do not fit "
+        "are copied from host memory in every step",
         minimum=1,
         size=True,
     )
@@ -55,6 +65,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         conform(self)
+        if self.device == "cpu" and self.device_memory is not None:
+            raise UserError(f"device_memory {self.device_memory} is for --device cuda: on the CPU give --dram")
 
     @property
     def num_running(self) -> int:

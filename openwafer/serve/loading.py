@@ -1,6 +1,7 @@
-"""From a stored model to a program, part by part: a layer is read, packed, and kept in memory or sent to flash."""
+"""From a stored model to a program, part by part: a layer is read, packed, and kept in memory or sent elsewhere."""
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
@@ -13,28 +14,44 @@ from openwafer.serve.inventory import blueprint, is_vector, packed_format, reads
 from openwafer.serve.matrix import Matrix
 from openwafer.serve.program import Embed, Operation, Program, ProgramBuilder, Weights
 from openwafer.serve.region import Part, Region, is_wanted
-from openwafer.serve.stream import WeightStream
+
+
+class Taker(Protocol):
+    """Where weights go that are not kept in this process's memory: flash (`stream.py`), or a GPU."""
+
+    @property
+    def streamed_layers(self) -> frozenset[int]:
+        """Those are loaded first, in order."""
+        ...
+
+    def taken(self, part: Part, operations: list[Operation]) -> list[Operation]:
+        """The operations of a part, without the data of the matrices that were taken."""
+        ...
+
+    def finish(self) -> None:
+        """Everything is there."""
+        ...
 
 
 def load_program(
     stored: StoredModel,
     config: EngineConfig,
     region: Region | None = None,
-    stream: WeightStream | None = None,
+    taker: Taker | None = None,
 ) -> Program:
-    """A region of the model (default: all of it) ready to run, with what `stream` takes on flash.
+    """A region of the model (default: all of it) ready to run, less what `taker` takes.
 
     Each tensor is packed as it is read, so memory holds the packed region and one layer's tensors.
     """
-    return _Loader(stored, config, region or Region.whole(stored.config), stream).program()
+    return _Loader(stored, config, region or Region.whole(stored.config), taker).program()
 
 
 class _Loader:
-    def __init__(self, stored: StoredModel, config: EngineConfig, region: Region, stream: WeightStream | None) -> None:
+    def __init__(self, stored: StoredModel, config: EngineConfig, region: Region, taker: Taker | None) -> None:
         self._stored = stored
         self._config = config
         self._region = region
-        self._stream = stream
+        self._taker = taker
         self._module = blueprint(stored.config)  # for names and shapes only
 
     def program(self) -> Program:
@@ -54,16 +71,16 @@ class _Loader:
         # What stays comes last: while the others are packed there is room for that.
         for layer in sorted(region.layers, key=self._stays):
             parts[layer] = self._placed(layer, builder.layer(layer, layer - region.first, self._weights(layer)))
-        if self._stream is not None:
-            self._stream.finish()
+        if self._taker is not None:
+            self._taker.finish()
         body = [operation for part in region.body for operation in parts[part]]
         return Program(config=shape, widths=builder.widths, body=tuple(body), head=tuple(parts.get("head", ())))
 
     def _stays(self, layer: int) -> bool:
-        return self._stream is None or layer not in self._stream.placement.layers
+        return self._taker is None or layer not in self._taker.streamed_layers
 
     def _placed(self, part: Part, operations: list[Operation]) -> list[Operation]:
-        return operations if self._stream is None else self._stream.taken(part, operations)
+        return operations if self._taker is None else self._taker.taken(part, operations)
 
     def _weights(self, part: Part, without: Weights | None = None) -> Weights:
         """The packed weights of a part; those in `without` are at hand already."""

@@ -5,8 +5,6 @@ import dataclasses
 import logging
 from pathlib import Path
 
-import torch
-
 from openwafer.errors import UserError
 from openwafer.kernels.compiled import NoCompiler
 from openwafer.models.config import ModelConfig
@@ -15,11 +13,10 @@ from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.loading import load_program
 from openwafer.serve.lowering import PAGE
 from openwafer.serve.native import NativeRunner, load_library
-from openwafer.serve.program import Linear, Program
 from openwafer.serve.reference import ReferenceRunner
 from openwafer.serve.runner import Runner
 from openwafer.serve.speculation import DraftModel, Lookup, Speculator
-from openwafer.serve.stage_plan import StagePlan, num_cache_blocks, plan_stages, settled
+from openwafer.serve.stage_plan import StagePlan, plan_stages, settled
 from openwafer.serve.stream import WeightStream
 
 _log = logging.getLogger(__name__)
@@ -32,13 +29,10 @@ def open_runner(stored: StoredModel, config: EngineConfig) -> Runner:
         raise UserError(
             f"{shape.num_heads // shape.kv_heads} query heads share a key/value head: at most 64 can be served"
         )
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device cuda: PyTorch sees no GPU here; use --device cpu, or a PyTorch built for CUDA")
     if config.device == "cuda":
-        for name in ("num_csx", "dram", "flash"):
-            if getattr(config, name) != getattr(EngineConfig, name):
-                raise UserError(f"{name} is for --device cpu only: a model on a GPU is held by that one GPU, whole")
-        return _open_gpu(load_program(stored, config), config)
+        from openwafer.serve.gpu.opening import open_on_gpus
+
+        return open_on_gpus(stored, config)
     config = settled(stored, config)
     plans = plan_stages(stored, config)
     if len(plans) == 1:
@@ -78,33 +72,6 @@ def open_stage(
         raise
 
 
-def _open_gpu(program: Program, config: EngineConfig) -> Runner:
-    """16-bit weights on the first GPU; packed ones are unpacked."""
-    from openwafer.serve.gpu.fast import best_kernels
-    from openwafer.serve.gpu.runner import GpuRunner
-
-    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(config.dtype, torch.bfloat16)
-    memory = config.kv_cache
-    if memory is None:
-        weights = sum(op.matrix.num_rows * op.matrix.num_columns for op in program.body if isinstance(op, Linear))
-        # A tenth and 4 GiB are for the embedding, graphs, activations and whatever else uses the GPU.
-        memory = int(0.9 * torch.cuda.mem_get_info()[0]) - weights * dtype.itemsize - (4 << 30)
-        if memory <= 0:
-            raise UserError(
-                f"the weights alone take {weights * dtype.itemsize >> 30} GiB and the GPU has "
-                f"{torch.cuda.mem_get_info()[0] >> 30} GiB free: use a smaller model, or --device cpu"
-            )
-    return GpuRunner(
-        program,
-        num_blocks=num_cache_blocks(program.config, config, memory, dtype.itemsize),
-        max_rows=config.num_step_tokens,
-        max_sequences=config.num_running,
-        device=torch.device("cuda"),
-        dtype=dtype,
-        kernels=best_kernels(program, config.batch_invariant),
-    )
-
-
 def open_speculator(model: ModelConfig, config: EngineConfig) -> Speculator:
     if config.speculation != "draft":
         return Lookup(in_text=config.speculation == "lookup")
@@ -117,6 +84,6 @@ def open_speculator(model: ModelConfig, config: EngineConfig) -> Speculator:
             "they must share a vocabulary"
         )
     # It is small: all of it stays with the engine.
-    runner = open_runner(stored, dataclasses.replace(config, num_csx=1, dram=None, flash=None))
+    runner = open_runner(stored, dataclasses.replace(config, num_csx=1, dram=None, flash=None, device_memory=None))
     context = min(stored.config.max_position_embeddings, runner.num_blocks * runner.block_size)
     return DraftModel(runner, max_rows=config.num_step_tokens, max_context=context)

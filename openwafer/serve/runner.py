@@ -49,6 +49,15 @@ class StageRunner(Runner, Protocol):
         ...
 
 
+@runtime_checkable
+class DrawingStageRunner(StageRunner, Protocol):
+    """A last region that draws tokens itself, where its logits are."""
+
+    def draw_stage(self, batch: Batch, x: np.ndarray | None, draws: "Sequence[Draw | None]") -> "Drawn":
+        """As `run_stage`, with a token for each wanted row that has a Draw and the logits of the others."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Draw:
     """How a token is drawn from a row that nothing is added to or forbidden in; as in `sampler.draw`."""

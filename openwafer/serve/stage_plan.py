@@ -56,7 +56,7 @@ def plan_stages(stored: StoredModel, config: EngineConfig) -> list[StagePlan]:
     number_bytes = 2 if inventory.is_packed else 4
     memory = cache_bytes(config.kv_cache, config.dram)
     num_blocks = num_cache_blocks(stored.config, config, memory, number_bytes)
-    caches = [num_blocks * PAGE * _token_bytes(stored.config, len(r.layers), number_bytes) for r in regions]
+    caches = [num_blocks * PAGE * token_bytes(stored.config, len(r.layers), number_bytes) for r in regions]
     placements: list[Placement | None] = [None] * len(regions)
     if config.dram is not None:
         budgets = share(config.dram, inventory, regions, caches, config.num_step_tokens)
@@ -73,27 +73,28 @@ def plan_stages(stored: StoredModel, config: EngineConfig) -> list[StagePlan]:
             placement=placement,
         )
         for region, threads, placement in zip(
-            regions, _threads(config.num_threads, len(regions)), placements, strict=True
+            regions, threads_of_stages(config.num_threads, len(regions)), placements, strict=True
         )
     ]
 
 
 def num_cache_blocks(shape: ModelConfig, config: EngineConfig, memory: int, number_bytes: int) -> int:
     """Blocks of the cache that fit into `memory` bytes."""
-    token_bytes = _token_bytes(shape, shape.num_hidden_layers, number_bytes)
+    block_bytes = PAGE * token_bytes(shape, shape.num_hidden_layers, number_bytes)
     # More blocks than all requests together can fill would only cost memory.
     most = config.num_running * -(-shape.max_position_embeddings // PAGE)
-    num_blocks = min(memory // (token_bytes * PAGE), most)
+    num_blocks = min(memory // block_bytes, most)
     if num_blocks < 1:
-        raise UserError(f"kv_cache {memory} is too small: {PAGE} tokens of this model need {token_bytes * PAGE} bytes")
+        raise UserError(f"kv_cache {memory} is too small: {PAGE} tokens of this model need {block_bytes} bytes")
     return num_blocks
 
 
-def _token_bytes(shape: ModelConfig, num_layers: int, number_bytes: int) -> int:
+def token_bytes(shape: ModelConfig, num_layers: int, number_bytes: int) -> int:
+    """Keys and values of a token in so many layers."""
     return num_layers * 2 * shape.kv_heads * shape.head_size * number_bytes
 
 
-def _threads(num_threads: int | None, num_stages: int) -> list[int]:
+def threads_of_stages(num_threads: int | None, num_stages: int) -> list[int]:
     """The cores divided; the last stage, which draws the tokens too, is the first to have one more."""
     total = num_threads or len(os.sched_getaffinity(0))
     return [max(1, (total + stage) // num_stages) for stage in range(num_stages)]

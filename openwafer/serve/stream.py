@@ -11,14 +11,14 @@ import contextlib
 import dataclasses
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from openwafer.direct_io import rounded_up
+from openwafer.direct_io import aligned_bytes, rounded_up
 from openwafer.errors import UserError
 from openwafer.file_lock import InUse
 from openwafer.memoryx.flash import FlashTier
@@ -59,10 +59,15 @@ class WeightStream:
         self.placement = placement
         self.places: dict[Matrix, Place] = {}
         self.wait_s = 0.0  # that computing waited for flash
-        self._tier = _open_tier(placement, folder)
+        # Room for one unit: while loading, memory is needed for packing.
+        self._tier = open_tier(folder, rounded_up(placement.unit_bytes), placement.file_bytes)
         self._num_units = 0
         self._table: Matrix | None = None
         self._piece_groups = 1  # groups of 16 rows in a piece of the table
+
+    @property
+    def streamed_layers(self) -> frozenset[int]:
+        return self.placement.layers
 
     @property
     def num_bytes_read(self) -> int:
@@ -127,7 +132,7 @@ class WeightStream:
             self._new((number, _TABLE), piece.data.nbytes).copy_(_bytes(piece))
             self._tier.release((number, _TABLE), changed=True)
         self._piece_groups = pieces[0].data.shape[0]
-        self._table = _without_data(table)
+        self._table = without_data(table)
         return self._table
 
     def _new(self, key: tuple[int, str], num_bytes: int) -> torch.Tensor:
@@ -135,7 +140,7 @@ class WeightStream:
         return self._tier.load(key)
 
     def _moved(self, matrix: Matrix, place: Place) -> Matrix:
-        moved = _without_data(matrix)
+        moved = without_data(matrix)
         self.places[moved] = place
         return moved
 
@@ -176,28 +181,35 @@ def _bytes(matrix: Matrix) -> torch.Tensor:
     return matrix.data.contiguous().flatten().view(torch.uint8)
 
 
-def _without_data(matrix: Matrix) -> Matrix:
+def without_data(matrix: Matrix) -> Matrix:
+    """Its shape alone."""
     return dataclasses.replace(matrix, data=torch.empty_like(matrix.data, device="meta"))
 
 
-def _open_tier(placement: Placement, folder: Path | None) -> FlashTier:
-    """A tier with room for one unit: while loading, memory is needed for packing."""
+def open_tier(
+    folder: Path | None,
+    pool_bytes: int,
+    file_bytes: int,
+    *,
+    allocate: Callable[[int], torch.Tensor] = aligned_bytes,
+) -> FlashTier:
+    """For files of `file_bytes` together. Without a folder, one in the cache is found."""
     if folder is not None:
-        return _opened(placement, folder)
+        return _opened(folder, pool_bytes, file_bytes, allocate)
     # Scratch: a folder that a killed server left behind is taken over, one that is in use is left alone.
     for number in range(_MOST_FOLDERS):
         with contextlib.suppress(InUse):
-            return _opened(placement, cache_dir() / "flash" / f"serve-{number}")
+            return _opened(cache_dir() / "flash" / f"serve-{number}", pool_bytes, file_bytes, allocate)
     raise UserError(f"{_MOST_FOLDERS} servers use {cache_dir() / 'flash'}: give this one a folder with --flash")
 
 
-def _opened(placement: Placement, folder: Path) -> FlashTier:
-    tier = FlashTier(folder, rounded_up(placement.unit_bytes), comfort="Start the server again")
+def _opened(folder: Path, pool_bytes: int, file_bytes: int, allocate: Callable[[int], torch.Tensor]) -> FlashTier:
+    tier = FlashTier(folder, pool_bytes, allocate=allocate, comfort="Start the server again")
     free = shutil.disk_usage(folder).free
-    if free < placement.file_bytes:
+    if free < file_bytes:
         tier.close()
         raise UserError(
-            f"flash folder {folder} has {free:,} bytes free, {placement.file_bytes:,} are needed for the weights that "
+            f"flash folder {folder} has {free:,} bytes free, {file_bytes:,} are needed for the weights that "
             "do not fit into dram: free some space, choose another --flash folder, or raise --dram"
         )
     return tier

@@ -25,13 +25,19 @@ def test_parts_on_a_tiny_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     from _journal import read_journal  # pyright: ignore[reportMissingImports]
 
     out = tmp_path / "out.jsonl"
-    done = bench("--device", "cpu", "--tiny", "--rounds", "1", "--out", str(out), TRITON_INTERPRET="0")
+    parts = ("--parts", "bandwidth", "one", "users", "prompt", "streamed")
+    done = bench("--device", "cpu", "--tiny", "--rounds", "1", *parts, "--out", str(out), TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_journal(out)
     assert found["one_user_tokens_per_s"] < found["one_user_bound"]
     assert found["first_token_s"] > 0
     assert found["users_4_total_tokens_per_s"] > 0
     assert "% of the bound" in done.stdout
+    layer = 4 * 64 * (2 * 64 + 2 * 32 + 3 * 96)
+    assert layer < found["streamed_bytes"] < 1.1 * layer  # one of two layers
+    assert found["streamed_floor_s"] * found["host_to_device_bytes_per_s"] == pytest.approx(found["streamed_bytes"])
+    assert found["streamed_2_tokens_per_s"] > 0
+    assert found["streamed_equal"] is True
 
 
 def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +18,17 @@ import pytest
 import transformers
 
 from openwafer.cli.main import main
-from openwafer.serve.engine import EngineConfig, open_engine
+from openwafer.models.load import open_model
+from openwafer.models.tokenizer import Tokenizer
+from openwafer.serve.core import Engine
+from openwafer.serve.engine import EngineConfig, LocalEngine, open_engine
+from openwafer.serve.gpu.opening import open_on_gpus
 from openwafer.serve.keys import KeyStore
 from tests.serve.conftest import Client as EngineClient
+from tests.serve.gpu.late_gpu import LateGpus
 from tests.serve.script_server import EOS, TOKENIZER
 
+LATE = (str(Path(__file__).parents[1] / "serve" / "gpu" / "late_program.py"),)
 PROMPT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 
 
@@ -31,15 +37,19 @@ class Process:
     process: subprocess.Popen[str]
     url: str
     keys: Path
+    said: str  # before it was ready
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return _saved(tmp_path_factory.mktemp("models") / "tiny", num_layers=2)
+
+
+def _saved(folder: Path, num_layers: int) -> Path:
     config = transformers.LlamaConfig(
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         vocab_size=TOKENIZER.vocab_size,
         max_position_embeddings=1024,
@@ -54,19 +64,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def served(model: Path, folder: Path, *flags: str) -> Iterator[Process]:
+def served(model: Path, folder: Path, *flags: str, program: Sequence[str] = ("-m", "openwafer")) -> Iterator[Process]:
     keys = folder / "keys.sqlite"
-    command = [sys.executable, "-m", "openwafer", "serve", str(model), "--port", "0", "--keys", str(keys)]
+    command = [sys.executable, *program, "serve", str(model), "--port", "0", "--keys", str(keys)]
     process = subprocess.Popen([*command, "--max-model-len", "900", *flags], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         first = process.stderr.readline()
         match = re.search(r"serving tiny at (http://127\.0\.0\.1:\d+) \(no API keys, so only this machine", first)
         assert match, first
+        said = ""
         for line in process.stderr:
+            said += line
             if '"message": "ready"' in line:
                 break
-        yield Process(process, match[1], keys)
+        yield Process(process, match[1], keys, said)
     finally:
         process.kill()
         process.communicate()
@@ -134,6 +146,37 @@ def test_two_processes_answer_as_one_and_the_loss_of_one_ends_the_server(tiny: P
         assert not Path(f"/proc/{stages[0]}").exists()
 
 
+def test_stages_on_gpus_with_streamed_layers_answer_as_one_gpu_does(tmp_path: Path) -> None:
+    """All of it, but for the GPUs, which are host memory on which copies come late."""
+    model = _saved(tmp_path / "tiny", num_layers=8)
+    flags = ["--device", "cuda", "--dtype", "fp32", "--max-step-tokens", "32", "--max-running", "4"]
+    flags += ["--num-csx", "2", "--kv-cache", "600kB", "--max-context", "256", "--device-memory", "1650kB"]
+    seeded = {**PROMPT, "temperature": 1, "seed": 11, "max_tokens": 6, "logprobs": True}
+    with served(model, tmp_path, *flags, program=LATE) as two, httpx.Client(base_url=two.url, timeout=60) as http:
+        assert two.said.count("are copied from host memory in every step") == 2
+        stages = _children(two.process.pid)
+        choice = http.post("/v1/chat/completions", json=seeded).json()["choices"][0]
+        found = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        config = EngineConfig(device="cuda", dtype="fp32", max_step_tokens=32, max_running=4, kv_cache=600_000)
+        assert found == _logprobs_on_one_gpu(model, config)
+        long = {**PROMPT, "stream": True, "max_tokens": 200, "logit_bias": {str(EOS): -100}}
+        with http.stream("POST", "/v1/chat/completions", json=long) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(stages[0], signal.SIGKILL)
+            rest = "".join(lines)
+        assert f"stage 1 of 2 (process {stages[0]}) was ended by SIGKILL" in rest
+        assert two.process.wait(30) == 2
+        assert not Path(f"/proc/{stages[1]}").exists()
+
+
+def _logprobs_on_one_gpu(model: Path, config: EngineConfig) -> list[float]:
+    stored = open_model(model)
+    runner = open_on_gpus(stored, config, LateGpus())
+    engine = LocalEngine(runner, stored.config, config, max_context=256)
+    return _logprobs(engine, stored.tokenizer(), max_tokens=6)
+
+
 def _children(pid: int) -> list[int]:
     """Processes that any of its threads has started, in order."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
@@ -142,10 +185,14 @@ def _children(pid: int) -> list[int]:
 
 def _logprobs_of_one_process(model: Path) -> list[float]:
     engine, tokenizer, _ = open_engine(model, EngineConfig(num_threads=2))
+    return _logprobs(engine, tokenizer)
+
+
+def _logprobs(engine: Engine, tokenizer: Tokenizer | None, max_tokens: int = 12) -> list[float]:
     assert tokenizer is not None
     prompt = tokenizer.encode(tokenizer.apply_chat_template(PROMPT["messages"]))
-    sampling = {"temperature": 1.0, "seed": 11, "max_tokens": 12, "num_logprobs": 0, "stop_ids": frozenset([EOS])}
-    answer = EngineClient(engine).ask(prompt, **sampling)  # pyright: ignore[reportArgumentType]
+    sampling = {"temperature": 1.0, "seed": 11, "num_logprobs": 0, "stop_ids": frozenset([EOS])}
+    answer = EngineClient(engine).ask(prompt, max_tokens=max_tokens, **sampling)  # pyright: ignore[reportArgumentType]
     engine.close()
     return [entry.logprob for entry in answer.logprobs]
 

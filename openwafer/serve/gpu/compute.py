@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from openwafer.models.layers import ACTIVATIONS
 from openwafer.serve.gpu.places import Places
 from openwafer.serve.gpu.plain import Kernels
-from openwafer.serve.gpu.plan import Attention, Look, Project, Step
+from openwafer.serve.gpu.plan import Attention, Look, Project, Step, Streamed
 from openwafer.serve.program import Activate, Add, AddPosition, Norm, Span
 
 STREAM = "x"  # the residual stream is fp32, so that 64 additions do not round 64 times to 8 bits
@@ -71,6 +71,9 @@ def run_steps(
                 values.write(step.dst, out if step.up is None else out * values.read(step.up))
             case Add():
                 values.read(step.dst).add_(values.read(step.src))
+            case Streamed():
+                run_steps(step.source.bring(), kernels, values, places, cache)
+                step.source.done()
     return values.read(dst)
 
 

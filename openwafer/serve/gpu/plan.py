@@ -6,6 +6,7 @@ What finds no partner stays as it is.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -64,7 +65,30 @@ class Attention:
     turns: torch.Tensor | None  # fp32 [positions, 2, head_size / 2]: cosines and sines
 
 
-Step = Look | AddPosition | Norm | Project | Attention | Activate | Add
+class StepSource(Protocol):
+    """Steps whose weights are on the device for a while only."""
+
+    @property
+    def num_bytes(self) -> int:
+        """That are copied to the device each time."""
+        ...
+
+    def bring(self) -> "tuple[Step, ...]":
+        """The steps, which may be run until `done`."""
+        ...
+
+    def done(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Streamed:
+    """The steps of a layer, their weights copied in ahead; `layer_stream.py`."""
+
+    source: StepSource
+    dst: Span
+
+
+Step = Look | AddPosition | Norm | Project | Attention | Activate | Add | Streamed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +101,13 @@ class Plan:
 
 def make_plan(program: Program, device: torch.device, dtype: torch.dtype, max_positions: int) -> Plan:
     """Matrices become [outputs, inputs] of `dtype` on the device; norms, biases and rotations stay fp32."""
-    planner = _Planner(device, dtype, max_positions)
+    planner = Planner(device, dtype, max_positions)
     return Plan(body=planner.joined(program.body), head=planner.joined(program.head))
 
 
-class _Planner:
+class Planner:
+    """Makes steps of operations, with their weights on a device."""
+
     def __init__(self, device: torch.device, dtype: torch.dtype, max_positions: int) -> None:
         self._device = device
         self._dtype = dtype
@@ -97,6 +123,13 @@ class _Planner:
             steps.append(step)
             index += count
         return tuple(steps)
+
+    def joined_layer(self, operations: Sequence[Operation]) -> tuple[Step, ...]:
+        """As `joined`, for operations whose matrices nothing else shares: they may be dropped afterwards."""
+        before = dict(self._matrices)
+        steps = self.joined(operations)
+        self._matrices = before
+        return steps
 
     def _step(self, operations: Sequence[Operation]) -> tuple[Step, int]:
         """The step that these operations begin with, and how many of them are in it."""

@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar, Protocol
 
 from openwafer.errors import UserError
 from openwafer.serve.pipeline.pipe import Broken, Pipe
 from openwafer.serve.pipeline.spec import StageSpec
-from openwafer.serve.stage_plan import StagePlan
 
 _LEAVE_S = 5.0  # a stage has to go when it is not needed any more
 _DIE_S = 2.0  # for the others to follow one that died
@@ -23,10 +23,23 @@ class StageLost(UserError):
     """A stage died, so the engine cannot go on."""
 
 
+class StageShare(Protocol):
+    """What the engine has to know of a stage's plan."""
+
+    @property
+    def num_threads(self) -> int: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+
 class StageProcesses:
     """One process for each plan, in a row. `first` takes batches, `last` gives results."""
 
-    def __init__(self, specs: Sequence[StageSpec], plans: Sequence[StagePlan]) -> None:
+    # What Python is told to run; a test has another.
+    program: ClassVar[tuple[str, ...]] = ("-m", "openwafer.serve.pipeline.stage")
+
+    def __init__(self, specs: Sequence[StageSpec], plans: Sequence[StageShare]) -> None:
         self._is_ended = False  # by us
         self._processes: list[subprocess.Popen[bytes]] = []
         self._controls: list[Pipe] = []
@@ -49,7 +62,7 @@ class StageProcesses:
     def process_ids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def _start(self, spec: StageSpec, plan: StagePlan, upstream: socket.socket, downstream: socket.socket) -> None:
+    def _start(self, spec: StageSpec, plan: StageShare, upstream: socket.socket, downstream: socket.socket) -> None:
         control, theirs = socket.socketpair()
         ends = (theirs, upstream, downstream)
         root = str(Path(__file__).parents[3])
@@ -57,7 +70,7 @@ class StageProcesses:
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(plan.num_threads)}
         numbers = [end.fileno() for end in ends]
         process = subprocess.Popen(
-            [sys.executable, "-m", "openwafer.serve.pipeline.stage", *map(str, numbers)],
+            [sys.executable, *self.program, *map(str, numbers)],
             pass_fds=numbers,
             stdin=subprocess.DEVNULL,
             env=environment,

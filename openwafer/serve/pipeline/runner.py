@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from openwafer.serve.pipeline.processes import StageLost, StageProcesses
 from openwafer.serve.pipeline.spec import StageSpec
 from openwafer.serve.runner import Batch, Draw, Drawn
 from openwafer.serve.stage_plan import StagePlan
+
+if TYPE_CHECKING:
+    from openwafer.serve.gpu.device_plan import DevicePlan
 
 
 class Stages(Protocol):
@@ -36,10 +39,20 @@ class Stages(Protocol):
     def close(self) -> None: ...
 
 
-def open_pipeline(model: Path, config: EngineConfig, plans: Sequence[StagePlan]) -> "PipelineRunner":
+def open_pipeline(
+    model: Path, config: EngineConfig, plans: "Sequence[StagePlan] | Sequence[DevicePlan]"
+) -> "PipelineRunner":
     """Start a process for each plan, and wait until all have loaded their layers."""
     config = dataclasses.replace(config, num_csx=len(plans))
-    specs = [StageSpec(model=model.resolve(), config=config, index=index) for index in range(len(plans))]
+    specs = [
+        StageSpec(
+            model=model.resolve(),
+            config=config,
+            index=index,
+            device_plan=None if isinstance(plan, StagePlan) else plan,
+        )
+        for index, plan in enumerate(plans)
+    ]
     return PipelineRunner(StageProcesses(specs, plans), num_stages=len(plans), num_blocks=plans[0].num_blocks)
 
 

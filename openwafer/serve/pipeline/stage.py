@@ -18,7 +18,7 @@ from openwafer.errors import UserError
 from openwafer.serve.pipeline.message import Work, encoded_result
 from openwafer.serve.pipeline.pipe import Broken, Inbox, Pipe
 from openwafer.serve.pipeline.spec import StageSpec
-from openwafer.serve.runner import Draw, Drawn, StageRunner
+from openwafer.serve.runner import Draw, DrawingStageRunner, Drawn, StageRunner
 from openwafer.serve.sampler import draw_plain
 
 
@@ -61,26 +61,35 @@ def _open(spec: StageSpec) -> StageRunner:
     from openwafer.serve.stage_plan import plan_stages
 
     stored = open_model(spec.model)
+    folder = None if spec.config.flash is None else spec.config.flash / f"stage-{spec.index}"
+    if spec.device_plan is not None:
+        from openwafer.serve.gpu.opening import open_on_gpu
+
+        torch.set_num_threads(spec.device_plan.num_threads)
+        return open_on_gpu(stored, spec.config, spec.device_plan, folder=folder)
     plan = plan_stages(stored, spec.config)[spec.index]
     torch.set_num_threads(plan.num_threads)
-    flash = spec.config.flash
-    return open_stage(stored, spec.config, plan, None if flash is None else flash / f"stage-{spec.index}")
+    return open_stage(stored, spec.config, plan, folder)
 
 
 def run_batches(runner: StageRunner, inbox: Inbox, outbound: Pipe, *, is_last: bool) -> None:
     """Until no more come."""
     busy_s = 0.0
+    draws_itself = isinstance(runner, DrawingStageRunner)
     while (message := inbox.get()) is not None:
         work = Work.decoded(message)
         began = time.perf_counter()
-        result = runner.run_stage(work.batch, work.x)
-        drawn = _drawn(result, work.draws) if is_last else None
-        busy_s += time.perf_counter() - began
-        said = (*work.busy_s, busy_s)
-        if drawn is not None:
-            outbound.send(encoded_result(drawn, said))
+        if not is_last:
+            x = runner.run_stage(work.batch, work.x)
+            busy_s += time.perf_counter() - began
+            outbound.send(Work(batch=work.batch, draws=work.draws, x=x, busy_s=(*work.busy_s, busy_s)).encoded())
+            continue
+        if draws_itself:
+            drawn = runner.draw_stage(work.batch, work.x, work.draws)
         else:
-            outbound.send(Work(batch=work.batch, draws=work.draws, x=result, busy_s=said).encoded())
+            drawn = _drawn(runner.run_stage(work.batch, work.x), work.draws)
+        busy_s += time.perf_counter() - began
+        outbound.send(encoded_result(drawn, (*work.busy_s, busy_s)))
 
 
 def _drawn(logits: np.ndarray, draws: Sequence[Draw | None]) -> Drawn:

@@ -3,7 +3,7 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import pytest
@@ -18,12 +18,13 @@ from openwafer.serve.pipeline.processes import StageLost
 from openwafer.serve.pipeline.runner import PipelineRunner
 from openwafer.serve.pipeline.stage import run_batches
 from openwafer.serve.region import split
+from openwafer.serve.runner import StageRunner
 from openwafer.serve.speculation import Speculator
 from tests.serve.conftest import Client, stored, tiny_module
 
 
 class ThreadStages:
-    def __init__(self, runners: list[NativeRunner]) -> None:
+    def __init__(self, runners: Sequence[StageRunner]) -> None:
         self._runners = runners
         self._ends: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -43,7 +44,7 @@ class ThreadStages:
         self._ends += pair
         return pair
 
-    def _run(self, runner: NativeRunner, upstream: socket.socket, downstream: socket.socket, is_last: bool) -> None:
+    def _run(self, runner: StageRunner, upstream: socket.socket, downstream: socket.socket, is_last: bool) -> None:
         with contextlib.suppress(Broken):
             run_batches(runner, Inbox(Pipe(upstream)), Pipe(downstream), is_last=is_last)
         downstream.shutdown(socket.SHUT_RDWR)

@@ -6,6 +6,7 @@ import pytest
 
 from openwafer.errors import UserError
 from openwafer.serve.engine_config import EngineConfig
+from openwafer.serve.gpu.device_plan import DevicePlan
 from openwafer.serve.pipeline.processes import StageProcesses
 from openwafer.serve.pipeline.spec import StageSpec
 from openwafer.serve.region import Region
@@ -19,6 +20,25 @@ def test_a_stage_that_cannot_load_says_why(tmp_path: Path) -> None:
     spec = StageSpec(model=tmp_path / "gone", config=EngineConfig(), index=0)
     with pytest.raises(UserError, match=r"stage 1 of 1: no file or folder .*gone"):
         StageProcesses([spec], [plan])
+
+
+def test_the_plan_of_a_gpu_arrives_as_it_was_sent() -> None:
+    plan = DevicePlan(
+        region=Region(first=2, stop=5, num_layers=9),
+        gpu=1,
+        limit=1 << 40,
+        num_blocks=77,
+        streamed_layers=(2, 4),
+        flash_layers=(4,),
+        layer_bytes=10,
+        resident_bytes=10,
+        streamed_bytes=20,
+        num_threads=3,
+    )
+    spec = StageSpec(
+        model=Path("model"), config=EngineConfig(device="cuda", device_memory=5), index=0, device_plan=plan
+    )
+    assert StageSpec.decoded(spec.encoded()) == spec
 
 
 def test_a_spec_arrives_as_it_was_sent() -> None:

@@ -1,0 +1,75 @@
+"""From a model at rest to something that runs it on GPUs."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from openwafer.errors import UserError
+from openwafer.models.load import StoredModel
+from openwafer.serve.budget import available_bytes
+from openwafer.serve.engine_config import EngineConfig
+from openwafer.serve.gpu.device_plan import DevicePlan, device_dtype, plan_devices
+from openwafer.serve.gpu.gpus import Gpus
+from openwafer.serve.gpu.layer_shelf import FlashShelf
+from openwafer.serve.gpu.plan_builder import PlanBuilder
+from openwafer.serve.gpu.runner import BLOCK_SIZE, GpuRunner
+from openwafer.serve.loading import load_program
+from openwafer.serve.runner import Runner
+
+_log = logging.getLogger(__name__)
+
+
+def open_on_gpus(stored: StoredModel, config: EngineConfig, gpus: Gpus | None = None) -> Runner:
+    """The model loaded, with a cache of the size that `config` gives it or that there is room for."""
+    gpus = gpus or Gpus()
+    plans = plan_devices(stored, config, gpus, available_bytes())
+    for plan in plans:
+        _log.log(logging.WARNING if plan.streamed_layers else logging.INFO, "%s", plan)
+    if len(plans) == 1:
+        return open_on_gpu(stored, config, plans[0], gpus)
+    from openwafer.serve.pipeline.runner import open_pipeline
+
+    return open_pipeline(stored.path, config, plans)
+
+
+def open_on_gpu(
+    stored: StoredModel,
+    config: EngineConfig,
+    plan: DevicePlan,
+    gpus: Gpus | None = None,
+    folder: Path | None = None,
+) -> GpuRunner:
+    """One region on one GPU. `folder` is where layers go that the host has no room for (default: that of `config`)."""
+    gpus = gpus or Gpus()
+    shape, dtype = stored.config, device_dtype(config)
+    device = gpus.open(plan.gpu)
+    if config.device_memory is not None or config.num_csx > 1:
+        device.allow(plan.limit)
+    max_positions = min(shape.max_position_embeddings, plan.num_blocks * BLOCK_SIZE)
+    shelf = None
+    if plan.flash_layers:
+        shelf = FlashShelf(device, folder or config.flash, plan.layer_bytes, len(plan.flash_layers))
+    streamed, on_flash = frozenset(plan.streamed_layers), frozenset(plan.flash_layers)
+    builder = PlanBuilder(device, dtype, max_positions, streamed, on_flash, shelf)
+    try:
+        program = load_program(stored, config, plan.region, builder)
+        return GpuRunner(
+            program,
+            num_blocks=plan.num_blocks,
+            max_rows=config.num_step_tokens,
+            max_sequences=config.num_running,
+            device=device.where,
+            dtype=dtype,
+            kernels=gpus.kernels(program, config, device),
+            plan=builder.plan(plan.region),
+            stream=builder.stream,
+        )
+    except BaseException as error:
+        builder.stream.close()
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise UserError(
+            f"GPU {plan.gpu} has not enough memory for what was planned ({plan}; {str(error).splitlines()[0]}): give a "
+            "smaller --device_memory, --kv_cache or --max_step_tokens"
+        ) from None
