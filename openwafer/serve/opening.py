@@ -79,19 +79,20 @@ def open_stage(
 
 
 def _open_gpu(program: Program, config: EngineConfig) -> Runner:
-    """16-bit weights on the first GPU; packed ones are unpacked."""
+    """16-bit weights, or packed ones, on the first GPU."""
     from openwafer.serve.gpu.fast import best_kernels
+    from openwafer.serve.gpu.packed_weight import device_bytes
     from openwafer.serve.gpu.runner import GpuRunner
 
     dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(config.dtype, torch.bfloat16)
     memory = config.kv_cache
     if memory is None:
-        weights = sum(op.matrix.num_rows * op.matrix.num_columns for op in program.body if isinstance(op, Linear))
+        weights = sum(device_bytes(op.matrix, dtype) for op in program.body if isinstance(op, Linear))
         # A tenth and 4 GiB are for the embedding, graphs, activations and whatever else uses the GPU.
-        memory = int(0.9 * torch.cuda.mem_get_info()[0]) - weights * dtype.itemsize - (4 << 30)
+        memory = int(0.9 * torch.cuda.mem_get_info()[0]) - weights - (4 << 30)
         if memory <= 0:
             raise UserError(
-                f"the weights alone take {weights * dtype.itemsize >> 30} GiB and the GPU has "
+                f"the weights alone take {weights >> 30} GiB and the GPU has "
                 f"{torch.cuda.mem_get_info()[0] >> 30} GiB free: use a smaller model, or --device cpu"
             )
     return GpuRunner(
