@@ -176,7 +176,7 @@ def _read(name: str, compiled: Any, flags: dict[str, Any]) -> Compiled:
         stack_bytes=numbers["STACK"] + numbers["LOCAL"] + 4 * len(re.findall(r"\b(?:LDL|STL)\b", code)),
         shared_bytes=compiled.metadata.shared,
         num_wide_loads=len(re.findall(r"\bLDG\S*\.128|\bLDGSTS\S*\.128|\bUTMALDG", code)),
-        num_narrow_loads=len(re.findall(r"\bLDG(?!STS)(?!\S*\.128)", code)),
+        num_narrow_loads=len(re.findall(r"\bLDG(?!STS|DEPBAR)(?!\S*\.128)", code)),
         num_products=len(re.findall(r"\bHMMA", code)),
         num_group_products=len(re.findall(r"\bHGMMA", code)),
     )

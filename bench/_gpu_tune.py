@@ -38,10 +38,8 @@ def tune(config: ModelConfig, device: torch.device, journal: Journal, budget_s: 
     """Prints each candidate's bandwidth as it is found, and the best of each kind at the end."""
     stop_at = time.monotonic() + budget_s
     one_layer = replace(config, num_hidden_layers=1)
-    plans = [
-        make_plan(random_program(one_layer, device, num_bits), device, _dtype(device), 4096)
-        for num_bits in (None, *PACKED)
-    ]
+    programs = [random_program(one_layer, device, num_bits) for num_bits in (None, *PACKED)]
+    plans = [make_plan(program, device, _dtype(device), 4096) for program in programs]
     found: dict[tuple[str, str], float] = {}
     with torch.inference_mode():
         for name, candidate, measured in _in_turn(_trials(config, plans, device)):

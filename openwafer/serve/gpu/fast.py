@@ -322,10 +322,11 @@ class TritonKernels(PlainKernels):
     def _tile(self, tile: Tile, step: Project, num_rows: int) -> tuple[int, int]:
         """Outputs and inputs that a program takes at once; a gated output takes two rows of the weight."""
         num_outputs, num_inputs = tile.num_outputs, tile.num_inputs
-        if num_rows == 1:
+        if num_rows == 1 or isinstance(step.weight, PackedWeight):
             # As many as leave work for everybody: each program reads the whole input besides its own weights.
-            while num_outputs > 2 and step.weight.shape[0] < num_outputs * self.tuning.num_programs:
-                num_outputs, num_inputs = num_outputs // 2, min(1024, num_inputs * 2)
+            least, most_inputs = (2, 1024) if num_rows == 1 else (16, 256)
+            while num_outputs > least and step.weight.shape[0] < num_outputs * self.tuning.num_programs:
+                num_outputs, num_inputs = num_outputs // 2, min(most_inputs, num_inputs * 2)
         if step.gated:
             num_outputs //= 2
         if num_rows > 1:

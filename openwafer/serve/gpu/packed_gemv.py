@@ -236,7 +236,7 @@ def unpack_kernel(
     rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     first = tl.program_id(1) * BLOCKS
     k = (first * 32 + tl.arange(0, BLOCKS * 32))[None, :]
+    wait_for_inputs(OVERLAPS)  # the product before may still read what is there
     w = weights_at(quants_ptr, scales_ptr, offsets_ptr, rows, first, NUM_BLOCKS, BITS, BLOCKS)
-    wait_for_inputs(OVERLAPS)  # the product before may still read what was there
     mask = (outputs < num_outputs)[:, None] & (k < NUM_INPUTS)
     tl.store(out_ptr + rows[:, None] * NUM_INPUTS + k, w.to(out_ptr.dtype.element_ty), mask=mask)

@@ -14,17 +14,18 @@ from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.gguf_blocks import matrix_from_raw
 from openwafer.serve.gpu.fast import TritonKernels
 from openwafer.serve.gpu.invariant import InvariantKernels
-from openwafer.serve.gpu.packed_weight import PackedWeight
+from openwafer.serve.gpu.packed_weight import PackedWeight, device_bytes
 from openwafer.serve.gpu.plain import Kernels, PlainKernels
 from openwafer.serve.gpu.plan import Look, Project
 from openwafer.serve.gpu.runner import BLOCK_SIZE, GpuRunner
 from openwafer.serve.gpu.tuning import Tile
 from openwafer.serve.loading import load_program
 from openwafer.serve.matrix import Matrix
+from openwafer.serve.opening import _open_gpu
 from openwafer.serve.program import Embed, Linear, Operation, Program, Weights, build_program
 from openwafer.serve.reference import ReferenceRunner
 from openwafer.serve.runner import Batch
-from tests.serve.conftest import CONFIGS, tiny_program
+from tests.serve.conftest import CONFIGS, stored, tiny_module, tiny_program
 from tests.serve.gpu.test_fast import feed_last
 from tests.serve.gpu.test_packed_products import PACKED
 from tests.serve.gpu.test_packed_weight import random_raw
@@ -85,8 +86,10 @@ def definition(program: Program) -> np.ndarray:
     return feed(ReferenceRunner(unpacked(program), num_blocks=8, block_size=BLOCK_SIZE), [45])
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt", "qwen2", "odd"])
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [("llama", "int8"), ("gemma3", "int4"), ("gpt", "int8"), ("qwen2", "int4"), ("odd", "int8"), ("odd", "int4")],
+)
 def test_logits_are_those_of_the_unpacked_weights(name: str, quantization: str) -> None:
     program = tiny_program(CONFIGS[name], quantization=quantization)
     np.testing.assert_allclose(feed(gpu_runner(program), [30, 1, 14]), definition(program), atol=5e-4, rtol=1e-4)
@@ -106,6 +109,26 @@ def test_all_matrices_stay_packed() -> None:
     assert len(weights) == 5
     assert all(isinstance(weight, PackedWeight) for weight in weights)
     assert [step.table for step in plan.body if isinstance(step, Look)] == [weights[-1]]
+
+
+def test_the_cache_has_the_memory_that_packing_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of 61,440 weights: 2 bytes each, or 5 bits; a block of keys and values has 4096 bytes."""
+    free = 500_000
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ((free + (4 << 30)) * 10 // 9 + 1, 0))
+    found: list[int] = []
+    monkeypatch.setattr("openwafer.serve.gpu.runner.GpuRunner", lambda *_, num_blocks, **__: found.append(num_blocks))
+    for options in ({"dtype": "bf16"}, {"quantization": "int4"}):
+        config = EngineConfig(**options)
+        _open_gpu(load_program(stored(tiny_module(CONFIGS["llama"])), config), config)
+    assert found == [(free - 61_440 * 2) // 4096, (free - 61_440 * 5 // 8) // 4096]
+
+
+def test_all_bytes_of_a_plan_are_known_before() -> None:
+    program = tiny_program(CONFIGS["odd"], quantization="int4")
+    plan = gpu_runner(program)._plan
+    held = [step.weight.nbytes for step in (*plan.body, *plan.head) if isinstance(step, Project)]
+    linears = [op.matrix for op in (*program.body, *program.head) if isinstance(op, Linear)]
+    assert sum(held) == sum(device_bytes(matrix, torch.bfloat16) for matrix in linears)
 
 
 class TestKernels:
@@ -159,17 +182,17 @@ class TestKernels:
         per_layer, rest = divmod(len(program.body) - 1, program.config.num_hidden_layers)
         assert rest == 0
         program = replace(program, body=program.body[: 1 + per_layer])
-        large = Tile(num_outputs=1024, num_inputs=1024, num_warps=4, num_stages=1)
+        large = Tile(num_outputs=2048, num_inputs=256, num_warps=4, num_stages=1)
         tuning = replace(TUNING, packed_gemv=large, packed_skinny=large)
-        runners = [gpu_runner(unpacked(program)), gpu_runner(program), gpu_runner(program, TritonKernels(tuning))]
-        for tokens, start in ((TOKENS[:2], 0), (TOKENS[2:3], 2)):
+        runners = gpu_runner(unpacked(program)), gpu_runner(program, TritonKernels(tuning))
+        for tokens, start, wanted in ((TOKENS[:2], 0, []), (TOKENS[2:3], 2, [0])):
             batch = Batch(
                 tokens=tokens * 100,
                 positions=np.arange(start, start + len(tokens), dtype=np.int32),
                 sequences=np.zeros(len(tokens), np.int32),
                 tables=np.array([[3]], np.int32),
-                logit_rows=np.array([len(tokens) - 1], np.int32),
+                logit_rows=np.array(wanted, np.int32),
             )
-            expected, plain, fast = (runner.run(batch) for runner in runners)
-            np.testing.assert_allclose(plain, expected, atol=1e-3, rtol=1e-3)
-            np.testing.assert_allclose(fast, expected, atol=1e-3, rtol=1e-3)
+            expected, found = (runner.run(batch) for runner in runners)
+            assert found.shape == (len(wanted), 49152)
+            np.testing.assert_allclose(found, expected, atol=1e-3, rtol=1e-3)
