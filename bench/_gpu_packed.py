@@ -15,11 +15,10 @@ from openwafer.serve.gpu.plain import PlainKernels
 from openwafer.serve.gpu.plan import make_plan
 from openwafer.serve.gpu.tuning import Tuning
 
-# One row, few, several tiles of rows, and more than the tiles take.
+# One row, few, and more than are unpacked in registers. The kernels are those that are measured: compiling takes time.
 CASES = (
     Case(name="1 user", counts=[1], starts=[40]),
-    Case(name="5 users", counts=[1] * 5, starts=[0, 15, 16, 30, 33]),
-    Case(name="70 users", counts=[1] * 70, starts=list(range(70))),
+    Case(name="32 users", counts=[1] * 32, starts=list(range(32))),
     Case(name="a prompt", counts=[300], starts=[0]),
 )
 
@@ -27,14 +26,18 @@ CASES = (
 def packed_weights(
     config: ModelConfig, device: torch.device, args: argparse.Namespace, tuning: Tuning, journal: Journal
 ) -> None:
-    """Each kernel against its definition first, then one user and the fewest of the many users."""
+    """Each kernel against its definition first, then one user and the fewest of the many users.
+
+    The interpreter takes minutes for an answer: there kernels are compared only.
+    """
     if "copy_bytes_per_s" not in journal.numbers:
         copy_bandwidth(device, args.tiny, journal)
     for num_bits in PACKED:
         name = f"int{num_bits}"
         if not args.plain and (device.type == "cuda" or is_interpreted()):
             journal.part(f"{name} check", lambda bits=num_bits: check(config, device, bits, tuning, journal))
-        journal.part(f"{name} speed", lambda bits=num_bits: measure(config, device, args, bits, tuning, journal))
+        if not is_interpreted():
+            journal.part(f"{name} speed", lambda bits=num_bits: measure(config, device, args, bits, tuning, journal))
 
 
 def check(config: ModelConfig, device: torch.device, num_bits: Bits, tuning: Tuning, journal: Journal) -> None:
@@ -44,7 +47,7 @@ def check(config: ModelConfig, device: torch.device, num_bits: Bits, tuning: Tun
     plan = make_plan(program, device, dtype, config.max_position_embeddings)
     worst = 0.0
     with torch.inference_mode():
-        for case in CASES if device.type == "cuda" else CASES[:2]:
+        for case in CASES if device.type == "cuda" else CASES[:1]:
             steps = plan.body, case, config, TritonKernels(tuning), PlainKernels(), device, dtype
             errors = dict(compare_steps(*steps))
             print(f"int{num_bits} {case.name:12}" + "  ".join(f"{name} {e:.1e}" for name, e in errors.items()))

@@ -12,7 +12,7 @@ from _journal import Journal
 
 from openwafer.models.config import ModelConfig
 from openwafer.serve.gpu.fast import TritonKernels
-from openwafer.serve.gpu.packed_weight import Weight
+from openwafer.serve.gpu.packed_weight import PackedWeight, Weight
 from openwafer.serve.gpu.plain import Kernels, PlainKernels
 from openwafer.serve.gpu.plan import Attention, Plan, Project, make_plan
 from openwafer.serve.gpu.tuning import Tile, Tuning
@@ -97,8 +97,10 @@ def _named(plan: Plan, kind: str) -> dict[str, Project]:
 def _products(
     steps: dict[str, Project], num_rows: int, tiles: Sequence[tuple], device: torch.device
 ) -> Iterator[Trial]:
-    """The library first; then tile by tile, on all layers of a kind."""
-    candidates: list[tuple[str, Kernels]] = [("library", PlainKernels())]
+    """The library first, with packed weights unpacked for it; then tile by tile, on all layers of a kind."""
+    is_packed = any(isinstance(step.weight, PackedWeight) for step in steps.values())
+    library = TritonKernels(Tuning(packed_rows=0)) if is_packed else PlainKernels()
+    candidates: list[tuple[str, Kernels]] = [("library", library)]
     for outputs, inputs, warps, stages in tiles:
         tile = Tile(num_outputs=outputs, num_inputs=inputs, num_warps=warps, num_stages=stages)
         kernels = TritonKernels(Tuning(gemv=tile, skinny=tile, skinny_rows=64, packed_gemv=tile, packed_skinny=tile))
