@@ -91,7 +91,7 @@ class PackedProducts:
     def unpacked(self, weight: PackedWeight, overlap: dict[str, Any]) -> torch.Tensor:
         """`weight.dense()`, until the next call."""
         num_outputs, num_inputs = weight.shape
-        out = self._scratch(weight)[: num_outputs * num_inputs].view(num_outputs, num_inputs)
+        out = self._scratch(weight, num_outputs * num_inputs).view(num_outputs, num_inputs)
         block_n, blocks = 16, 8
         self._unpack[(-(-num_outputs // block_n), -(-weight.num_blocks // blocks))](
             weight.quants,
@@ -108,12 +108,13 @@ class PackedProducts:
         )
         return out
 
-    def _scratch(self, weight: PackedWeight) -> torch.Tensor:
+    def _scratch(self, weight: PackedWeight, count: int) -> torch.Tensor:
+        """As large as the largest that was asked for. It may move: graphs have too few rows to need it."""
         key = weight.quants.device, weight.dtype
-        if key not in self._scratches:
-            count = max(self._scratch_bytes // weight.dtype.itemsize, _ALIGNED * weight.num_columns)
+        if key not in self._scratches or len(self._scratches[key]) < count:
+            self._scratches.pop(key, None)
             self._scratches[key] = torch.empty(count, device=key[0], dtype=key[1])
-        return self._scratches[key]
+        return self._scratches[key][:count]
 
 
 def _arrays(step: Project, weight: PackedWeight) -> tuple[torch.Tensor, ...]:
