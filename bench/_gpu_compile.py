@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+from _gpu_kernels import Bits
 from triton.backends.compiler import GPUTarget
 
 from openwafer.models.build import build
@@ -85,8 +86,8 @@ class _Compiling:
         return start
 
 
-def meta_program(config: ModelConfig) -> Program:
-    """The shapes of a model, no weights."""
+def meta_program(config: ModelConfig, num_bits: Bits | None = None) -> Program:
+    """The shapes of a model, no weights; bf16, or packed to 4 or 8 bits."""
     with META:
         module = build(config)
         weights: Weights = {}
@@ -94,10 +95,15 @@ def meta_program(config: ModelConfig) -> Program:
             if weight.dim() < 2:
                 weights[name] = torch.empty(weight.shape)
             else:
-                rows, columns = weight.shape
-                data = torch.empty(-(-rows // 16), columns, 16, dtype=torch.bfloat16)
-                weights[name] = Matrix("bf16", rows, columns, data)
+                weights[name] = _meta_matrix(weight, num_bits)
     return build_program(config, weights)
+
+
+def _meta_matrix(weight: torch.Tensor, num_bits: Bits | None) -> Matrix:
+    if num_bits is not None:
+        return Matrix.quantized(weight, num_bits)
+    rows, columns = weight.shape
+    return Matrix("bf16", rows, columns, torch.empty(-(-rows // 16), columns, 16, dtype=torch.bfloat16))
 
 
 def places_of(counts: Sequence[int], num_blocks: int) -> Any:
@@ -113,17 +119,20 @@ def places_of(counts: Sequence[int], num_blocks: int) -> Any:
     return unpacked(staged, sum(counts), num_singles, runs)
 
 
-def compile_all(config: ModelConfig, kernels: TritonKernels, batches: Sequence[Sequence[int]]) -> list[Compiled]:
+def compile_all(
+    config: ModelConfig, kernels: TritonKernels, batches: Sequence[Sequence[int]], num_bits: Bits | None = None
+) -> list[Compiled]:
     """Those that batches with so many rows per sequence need; each specialisation once."""
     from triton.runtime import driver
 
     driver.set_active(_Driver())  # pyright: ignore[reportArgumentType]
     found: list[tuple[str, Any, dict[str, Any]]] = []
-    for name, kernel in vars(kernels).items():
-        if isinstance(kernel, triton.JITFunction):
-            setattr(kernels, name, _Compiling(kernel, found))
+    for owner in (kernels, kernels.packed):
+        for name, kernel in vars(owner).items():
+            if isinstance(kernel, triton.JITFunction):
+                setattr(owner, name, _Compiling(kernel, found))
     config = replace(config, num_hidden_layers=min(config.num_hidden_layers, 2))
-    program = meta_program(config)
+    program = meta_program(config, num_bits)
     plan = make_plan(program, META, torch.bfloat16, 4096)
     cache = torch.empty(
         config.num_hidden_layers,
@@ -157,7 +166,8 @@ def _read(name: str, compiled: Any, flags: dict[str, Any]) -> Compiled:
     numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     if folder := os.environ.get("OPENWAFER_SASS"):
         Path(folder, f"{name}-{len(os.listdir(folder)):03}.sass").write_text(f"// {flags}\n{code}")
-    kept = ("grid", "NUM_INPUTS", "GATED", "HAS_NORM", "BLOCK_M", "BLOCK_N", "BLOCK_K", "STAGES", "PARTS", "WINDOW")
+    kept = ("grid", "NUM_INPUTS", "BITS", "GATED", "HAS_NORM", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCKS", "STAGES")
+    kept += ("PARTS", "WINDOW")
     return Compiled(
         name=name,
         about=" ".join(f"{key.lower()} {_short(flags[key])}" for key in kept if key in flags),
@@ -166,7 +176,7 @@ def _read(name: str, compiled: Any, flags: dict[str, Any]) -> Compiled:
         stack_bytes=numbers["STACK"] + numbers["LOCAL"] + 4 * len(re.findall(r"\b(?:LDL|STL)\b", code)),
         shared_bytes=compiled.metadata.shared,
         num_wide_loads=len(re.findall(r"\bLDG\S*\.128|\bLDGSTS\S*\.128|\bUTMALDG", code)),
-        num_narrow_loads=len(re.findall(r"\bLDG(?!STS)(?!\S*\.128)", code)),
+        num_narrow_loads=len(re.findall(r"\bLDG(?!STS|DEPBAR)(?!\S*\.128)", code)),
         num_products=len(re.findall(r"\bHMMA", code)),
         num_group_products=len(re.findall(r"\bHGMMA", code)),
     )

@@ -18,9 +18,11 @@ from openwafer.serve.engine import EngineConfig, LocalEngine
 from openwafer.serve.gpu.fast import TritonKernels
 from openwafer.serve.gpu.interpreted import is_interpreted
 from openwafer.serve.gpu.invariant import InvariantKernels
+from openwafer.serve.gpu.packed_weight import device_bytes
 from openwafer.serve.gpu.plain import Kernels
 from openwafer.serve.gpu.runner import BLOCK_SIZE, SIZES, GpuRunner
 from openwafer.serve.gpu.tuning import Tuning
+from openwafer.serve.program import Linear
 from openwafer.serve.runner import Batch, Draw
 
 # Measured on the same kind of GPU with the same shape, and what we want to reach.
@@ -45,11 +47,18 @@ class Bench:
 
     @classmethod
     def opened(
-        cls, config: ModelConfig, device: torch.device, args: argparse.Namespace, tuning: Tuning, journal: Journal
+        cls,
+        config: ModelConfig,
+        device: torch.device,
+        args: argparse.Namespace,
+        tuning: Tuning,
+        journal: Journal,
+        num_bits: _gpu_kernels.Bits | None = None,
     ) -> "Bench":
+        """`num_bits`: of packed weights."""
         began = time.perf_counter()
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        program = _gpu_kernels.random_program(config, device)
+        program = _gpu_kernels.random_program(config, device, num_bits)
         users = max(args.users)
         is_fast = not args.plain and (device.type == "cuda" or is_interpreted())
         kernels: Kernels | None = TritonKernels(tuning) if is_fast else None
@@ -73,12 +82,7 @@ class Bench:
             EngineConfig(max_running=users, max_step_tokens=args.step_tokens, prefix_cache=False),
             max_context=min(config.max_position_embeddings, num_blocks * BLOCK_SIZE),
         )
-        layer = config.hidden_size * (
-            2 * config.num_heads * config.head_size
-            + 2 * config.kv_heads * config.head_size
-            + 3 * config.feed_forward_size
-        )
-        weights = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
+        linears = [op for op in (*program.body, *program.head) if isinstance(op, Linear)]
         print(f"loaded and recorded in {time.perf_counter() - began:.1f} s", flush=True)
         journal.note(
             loaded_s=time.perf_counter() - began, overlaps=tuning.overlaps, is_fast=is_fast, invariant=args.invariant
@@ -89,7 +93,7 @@ class Bench:
             args=args,
             runner=runner,
             engine=engine,
-            weight_bytes=weights * dtype.itemsize,
+            weight_bytes=sum(device_bytes(op.matrix, dtype) for op in linears),
             token_bytes=2 * config.num_hidden_layers * config.kv_heads * config.head_size * dtype.itemsize,
         )
 

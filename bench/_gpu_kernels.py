@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,9 +23,12 @@ from openwafer.serve.matrix import Matrix
 from openwafer.serve.program import Program, Weights, build_program
 from openwafer.serve.runner import Batch
 
+Bits = Literal[4, 8]  # of packed weights
+PACKED: tuple[Bits, ...] = (4, 8)
 
-def random_program(config: ModelConfig, device: torch.device) -> Program:
-    """Random weights made on the device; bf16 there, fp32 on a CPU."""
+
+def random_program(config: ModelConfig, device: torch.device, num_bits: Bits | None = None) -> Program:
+    """Random weights made on the device; bf16 there, fp32 on a CPU, or packed to 4 or 8 bits."""
     with torch.device("meta"):
         module = build(config)
     generator = torch.Generator(device).manual_seed(0)
@@ -36,7 +40,9 @@ def random_program(config: ModelConfig, device: torch.device) -> Program:
         else:
             # As wide as the inputs allow without growing: logits far enough apart to be told from rounding.
             values = torch.randn(weight.shape, generator=generator, device=device, dtype=dtype)
-            weights[name] = Matrix.from_floats(values.mul_(weight.shape[1] ** -0.5), form)
+            values.mul_(weight.shape[1] ** -0.5)
+            is_packed = num_bits is not None
+            weights[name] = Matrix.quantized(values, num_bits) if is_packed else Matrix.from_floats(values, form)
     return build_program(config, weights)
 
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 from itertools import islice
 
 import torch
-from _gpu_kernels import random_program, seconds
+from _gpu_kernels import PACKED, random_program, seconds
 from _gpu_places import decode_places
 from _journal import Journal
 
 from openwafer.models.config import ModelConfig
 from openwafer.serve.gpu.fast import TritonKernels
+from openwafer.serve.gpu.packed_weight import PackedWeight, Weight
 from openwafer.serve.gpu.plain import Kernels, PlainKernels
 from openwafer.serve.gpu.plan import Attention, Plan, Project, make_plan
 from openwafer.serve.gpu.tuning import Tile, Tuning
@@ -21,6 +22,11 @@ GEMV = (
     *((32, 256, 4, 4), (16, 512, 4, 4), (32, 256, 4, 3), (16, 512, 4, 3), (64, 128, 4, 4), (32, 512, 8, 3)),
     *((8, 1024, 4, 3), (16, 256, 4, 4), (8, 1024, 4, 1), (32, 256, 8, 4), (16, 1024, 8, 3), (4, 1024, 4, 1)),
 )
+PACKED_GEMV = (
+    *((64, 256, 4, 4), (32, 512, 4, 4), (64, 512, 8, 3), (128, 256, 4, 3), (32, 512, 4, 3), (16, 1024, 4, 4)),
+    *((64, 256, 4, 3), (128, 256, 8, 4)),
+)
+PACKED_SKINNY = ((64, 128, 4, 3), (64, 128, 4, 4), (32, 256, 4, 3), (128, 128, 8, 3), (64, 64, 4, 5), (32, 128, 4, 4))
 SKINNY = (
     *((32, 128, 4, 4), (64, 128, 4, 4), (32, 256, 4, 4), (64, 64, 4, 6), (16, 256, 4, 4), (64, 128, 8, 4)),
     *((32, 128, 4, 6), (128, 64, 4, 5)),
@@ -31,10 +37,12 @@ NAMES = ("qkv", "out", "gate_up", "down", "head")
 def tune(config: ModelConfig, device: torch.device, journal: Journal, budget_s: float) -> None:
     """Prints each candidate's bandwidth as it is found, and the best of each kind at the end."""
     stop_at = time.monotonic() + budget_s
-    plan = make_plan(random_program(replace(config, num_hidden_layers=1), device), device, _dtype(device), 4096)
+    one_layer = replace(config, num_hidden_layers=1)
+    programs = [random_program(one_layer, device, num_bits) for num_bits in (None, *PACKED)]
+    plans = [make_plan(program, device, _dtype(device), 4096) for program in programs]
     found: dict[tuple[str, str], float] = {}
     with torch.inference_mode():
-        for name, candidate, measured in _in_turn(_trials(config, plan, device)):
+        for name, candidate, measured in _in_turn(_trials(config, plans, device)):
             if time.monotonic() > stop_at:
                 print(f"tune: {budget_s} s are over", flush=True)
                 break
@@ -65,28 +73,37 @@ def _in_turn(groups: Sequence[Iterator[Trial]]) -> Iterator[Trial]:
             yield from some
 
 
-def _trials(config: ModelConfig, plan: Plan, device: torch.device) -> list[Iterator[Trial]]:
-    steps: dict[str, Project] = dict(
-        zip(NAMES, (s for s in (*plan.body, *plan.head) if isinstance(s, Project)), strict=True)
-    )
-    attention = next(step for step in plan.body if isinstance(step, Attention))
+def _trials(config: ModelConfig, plans: Sequence[Plan], device: torch.device) -> list[Iterator[Trial]]:
+    steps, int4, int8 = (_named(plan, kind) for plan, kind in zip(plans, ("", "int4 ", "int8 "), strict=True))
+    attention = next(step for step in plans[0].body if isinstance(step, Attention))
     return [
         _products(steps, 1, GEMV, device),
+        _products(int4, 1, PACKED_GEMV, device),
+        _products(int4, 32, PACKED_SKINNY, device),
         _products(steps, 32, SKINNY, device),
         _decoding(config, attention, device),
         _products(steps, 8, SKINNY[:4], device),
         _products(steps, 128, (), device),
+        _products(int8, 1, PACKED_GEMV, device),
+        _products(int8, 32, PACKED_SKINNY, device),
     ]
+
+
+def _named(plan: Plan, kind: str) -> dict[str, Project]:
+    steps = [step for step in (*plan.body, *plan.head) if isinstance(step, Project)]
+    return {kind + name: step for name, step in zip(NAMES, steps, strict=True)}
 
 
 def _products(
     steps: dict[str, Project], num_rows: int, tiles: Sequence[tuple], device: torch.device
 ) -> Iterator[Trial]:
-    """The library first; then tile by tile, on all layers of a kind."""
-    candidates: list[tuple[str, Kernels]] = [("library", PlainKernels())]
+    """The library first, with packed weights unpacked for it; then tile by tile, on all layers of a kind."""
+    is_packed = any(isinstance(step.weight, PackedWeight) for step in steps.values())
+    library = TritonKernels(Tuning(packed_rows=0)) if is_packed else PlainKernels()
+    candidates: list[tuple[str, Kernels]] = [("library", library)]
     for outputs, inputs, warps, stages in tiles:
         tile = Tile(num_outputs=outputs, num_inputs=inputs, num_warps=warps, num_stages=stages)
-        kernels = TritonKernels(Tuning(gemv=tile, skinny=tile, skinny_rows=64))
+        kernels = TritonKernels(Tuning(gemv=tile, skinny=tile, skinny_rows=64, packed_gemv=tile, packed_skinny=tile))
         candidates.append((f"{outputs}x{inputs} warps {warps} stages {stages}", kernels))
     for shown, kernels in candidates:
         for name, step in steps.items():
@@ -100,15 +117,22 @@ def _products(
 
 def product_rate(step: Project, src: torch.Tensor, kernels: Kernels, device: torch.device) -> float:
     """Bytes of weights per second, over copies of the weight that no cache holds."""
-    size = step.weight.numel() * step.weight.element_size()
+    size = step.weight.nbytes
     room = 1 << 30 if device.type == "cuda" else 1
-    steps = [replace(step, weight=step.weight.clone()) for _ in range(min(24, max(2, room // size)))]
+    steps = [replace(step, weight=_copied(step.weight)) for _ in range(min(24, max(2, room // size)))]
 
     def work() -> None:
         for each in steps:
             kernels.project(each, src, wide=False)
 
     return len(steps) * size / repeated(work, device)
+
+
+def _copied(weight: Weight) -> Weight:
+    if isinstance(weight, torch.Tensor):
+        return weight.clone()
+    offsets = None if weight.offsets is None else weight.offsets.clone()
+    return replace(weight, quants=weight.quants.clone(), scales=weight.scales.clone(), offsets=offsets)
 
 
 def _decoding(config: ModelConfig, step: Attention, device: torch.device) -> Iterator[Trial]:

@@ -2,7 +2,8 @@
 
     --first             all there is in a few minutes, each part in a process of its own; what fails stops nothing else
     --check             every Triton kernel against its plain definition, and the fast path's greedy tokens
-    --parts one users   some parts alone: compile, bandwidth, tune, one, users, prompt, profile, streamed
+    --parts one users   some parts alone: compile, bandwidth, tune, one, users, packed, prompt, profile, streamed
+    --parts packed      4- and 8-bit weights: one user and 32, beside the bandwidth that their packed bytes need
     --parts streamed    half of the layers are copied from host memory in every step
     --parts compile     every kernel compiled for a Hopper GPU: registers, spills, loads. Needs no GPU
     --parts tune        other tiles, for --budget_s seconds
@@ -32,7 +33,7 @@ from openwafer.serve.gpu.interpreted import is_interpreted
 from openwafer.serve.gpu.invariant import InvariantKernels
 from openwafer.serve.gpu.tuning import Tuning
 
-PARTS = ("compile", "bandwidth", "tune", "one", "users", "prompt", "profile", "streamed")
+PARTS = ("compile", "bandwidth", "tune", "one", "users", "packed", "prompt", "profile", "streamed")
 ENGINE_PARTS = ("one", "users", "prompt", "profile")
 LLAMA_8B = ModelConfig(
     family="llama",
@@ -90,6 +91,10 @@ def main() -> None:
         journal.part("bandwidth", lambda: copy_bandwidth(device, args.tiny, journal))
     if set(ENGINE_PARTS) & set(args.parts):
         journal.part("engine", lambda: run_engine_parts(config, device, args, tuning, journal))
+    if "packed" in args.parts:
+        import _gpu_packed
+
+        journal.part("packed", lambda: _gpu_packed.packed_weights(config, device, args, tuning, journal))
     if "streamed" in args.parts:
         import _gpu_streamed
 
@@ -119,11 +124,19 @@ def compile_kernels(config: ModelConfig, tuning: Tuning, journal: Journal) -> No
     import _gpu_compile
 
     batches = ([1], [1] * 16, [1] * 32, [1] * 128, [100, 300]) if config is LLAMA_8B else ([1], [1, 1, 12])
+    packed_batches = {bits: ([1], [1] * 16, [1] * 32, [1] * 128, [300]) for bits in _gpu_kernels.PACKED}
+    if config is not LLAMA_8B:  # some of each
+        packed_batches = {4: ([1], [300]), 8: ([1, 1],)}
     for name, shape in (("Llama-3.1-8B", config), ("SmolLM2-135M", SMOLLM2)) if config is LLAMA_8B else (("", config),):
         rows = _gpu_compile.compile_all(shape, TritonKernels(tuning), batches)
         if config is LLAMA_8B:
             invariant = InvariantKernels(shape.max_position_embeddings, tuning)
             rows += _gpu_compile.compile_all(shape, invariant, [[1], [100]])
+        for num_bits in _gpu_kernels.PACKED:
+            rows += _gpu_compile.compile_all(shape, TritonKernels(tuning), packed_batches[num_bits], num_bits)
+            if config is LLAMA_8B:
+                invariant = InvariantKernels(shape.max_position_embeddings, tuning)
+                rows += _gpu_compile.compile_all(shape, invariant, [[1]], num_bits)
         print(f"{name}\n{_gpu_compile.table(rows)}", flush=True)
         num_spilling = sum(row.stack_bytes > 0 for row in rows)
         journal.note(**{f"compiled {name}": len(rows), f"spilling {name}": num_spilling})
@@ -162,6 +175,7 @@ def first_run(args: argparse.Namespace) -> None:
     elif not overlap:
         run(60, *quick, "--parts", "one", "--cautious", *apart("cautious"))  # what starting early is worth
     run(80, *quick, "--parts", "one", "users", "--invariant", *apart("invariant"), *overlap)
+    run(60, *same, "--rounds", "1", "--parts", "packed", *overlap)
     run(60, *quick, "--parts", "streamed", *overlap)
     run(100, *same, "--parts", "tune", "--budget_s", str(args.budget_s))
     for path in sorted(Path(args.out).parent.glob(f"{Path(args.out).name}*")) if args.out else []:
@@ -170,7 +184,7 @@ def first_run(args: argparse.Namespace) -> None:
         wanted = ("kernels", "equal", "worst", "copy", "one_user", "runner", "users", "first_token", "matmul", "failed")
         wanted += ("streamed", "host_to_device")
         for name, value in numbers.items():
-            if name.startswith(wanted) or name.endswith("_failed"):
+            if name.startswith((*wanted, "int4_", "int8_")) or name.endswith("_failed"):
                 print(f"{name}: {value}", flush=True)
 
 

@@ -25,7 +25,7 @@ def test_parts_on_a_tiny_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     from _journal import read_journal  # pyright: ignore[reportMissingImports]
 
     out = tmp_path / "out.jsonl"
-    parts = ("--parts", "bandwidth", "one", "users", "prompt", "streamed")
+    parts = ("--parts", "bandwidth", "one", "users", "prompt", "packed", "streamed")
     done = bench("--device", "cpu", "--tiny", "--rounds", "1", *parts, "--out", str(out), TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_journal(out)
@@ -33,6 +33,9 @@ def test_parts_on_a_tiny_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found["first_token_s"] > 0
     assert found["users_4_total_tokens_per_s"] > 0
     assert "% of the bound" in done.stdout
+    # A token reads 5 and 8.5 bits of each weight.
+    assert found["int4_one_user_bound"] > 1.3 * found["int8_one_user_bound"] > 2 * found["one_user_bound"]
+    assert found["int4_users_2_total_tokens_per_s"] > 0
     layer = 4 * 64 * (2 * 64 + 2 * 32 + 3 * 96)
     assert layer < found["streamed_bytes"] < 1.1 * layer  # one of two layers
     assert found["streamed_floor_s"] * found["host_to_device_bytes_per_s"] == pytest.approx(found["streamed_bytes"])
@@ -45,8 +48,9 @@ def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     pytest.importorskip("triton", reason="there is no Triton for this platform")
     done = bench("--tiny", "--parts", "compile", TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("gemv", "skinny", "rotate_and_store", "decode", "merge", "prompt", "norm"):
-        assert f"{name}_kernel" in done.stdout
+    names = ("gemv", "skinny", "rotate_and_store", "decode", "merge", "prompt", "norm")
+    for name in (*names, "packed_gemv", "packed_skinny", "unpack"):
+        assert f"\n{name}_kernel" in done.stdout
 
 
 def test_a_part_that_fails_does_not_stop_the_others(

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from openwafer.models.layers import ACTIVATIONS
+from openwafer.serve.gpu.packed_weight import rows_of
 from openwafer.serve.gpu.places import Places
 from openwafer.serve.gpu.plain import Kernels
 from openwafer.serve.gpu.plan import Attention, Look, Project, Step, Streamed
@@ -56,7 +57,7 @@ def run_steps(
     for step in steps:
         match step:
             case Look():
-                values.write(step.dst, F.embedding(places.tokens, step.table).float() * step.scale)
+                values.write(step.dst, rows_of(step.table, places.tokens).float() * step.scale)
             case AddPosition():
                 values.read(step.dst).add_(F.embedding(places.positions, step.table))
             case Norm():

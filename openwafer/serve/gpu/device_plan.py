@@ -18,6 +18,7 @@ from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.gpu.gpus import Gpus
 from openwafer.serve.gpu.layer_shelf import NUM_FLASH_BUFFERS, flash_buffer_bytes
 from openwafer.serve.gpu.layer_stream import ALIGNMENT, NUM_BUFFERS
+from openwafer.serve.gpu.tuning import Tuning
 from openwafer.serve.inventory import Inventory, Size, take_inventory
 from openwafer.serve.lowering import PAGE
 from openwafer.serve.program import ProgramBuilder
@@ -177,8 +178,8 @@ def needs_of(
     shape: ModelConfig, inventory: Inventory, region: Region, config: EngineConfig, dtype: torch.dtype
 ) -> Needs:
     def held(size: Size) -> int:
-        """Matrices are unpacked to `dtype`, vectors are fp32."""
-        return size.products * dtype.itemsize + size.vectors
+        """Matrices are of `dtype` or packed, whichever is less; vectors are fp32."""
+        return min(size.matrices, size.products * dtype.itemsize) + size.vectors
 
     ends = held(inventory.embedding) if region.embeds else 0
     if region.has_head:
@@ -190,6 +191,10 @@ def needs_of(
     # Each buffer and what it is made of, as if all were fp32. Logits are there twice where the host wants to see them;
     # to draw with limits, those of each sequence are sorted and summed in fp64.
     activations = 8 * num_rows * sum(widths.values())
+    parts = [*(inventory.layers[layer] for layer in region.layers), *((inventory.head,) if region.has_head else ())]
+    if any(size.matrices < size.products * dtype.itemsize for size in parts):
+        # Packed matrices are unpacked for products of many rows; none is larger than its part.
+        activations += min(Tuning().scratch_bytes, dtype.itemsize * max(size.products for size in parts))
     activations += vocab * (8 * num_rows + 40 * min(num_rows, config.num_running))
     return Needs(
         ends=ends,

@@ -4,6 +4,7 @@ Everything here computes what `plain.PlainKernels` does, up to rounding.
 """
 
 import logging
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 
 from openwafer.errors import UserError
 from openwafer.serve.gpu.interpreted import is_interpreted, mend
+from openwafer.serve.gpu.packed_products import PackedProducts
+from openwafer.serve.gpu.packed_weight import PackedWeight
 from openwafer.serve.gpu.places import Places, Run
 from openwafer.serve.gpu.plain import Kernels, PlainKernels, product
 from openwafer.serve.gpu.plan import Attention, Project
@@ -61,6 +64,7 @@ class TritonKernels(PlainKernels):
         self._merge: Any = attention.merge_kernel
         self._prompt: Any = attention.prompt_kernel
         self.tuning = tuning or Tuning()
+        self.packed = PackedProducts(self.tuning)
         self._overlaps: dict[torch.device, dict[str, Any]] = {}
         self._adds_wide = self.tuning.library_adds  # until the library's product says that it cannot add to fp32
         self._tiles: tuple[tuple[Run, ...], torch.Tensor] | None = None  # those of the last batch: all layers share
@@ -92,7 +96,10 @@ class TritonKernels(PlainKernels):
             self._small(step, src, out, adds=False)
             return out
         rows = src.to(step.weight.dtype) if step.norm is None else self.norm(step.norm, src, step.weight.dtype)
-        out = product(rows, step.weight, wide)
+        if isinstance(step.weight, PackedWeight):
+            out = self.packed.product(rows, step.weight, wide, self._overlap(src))
+        else:
+            out = product(rows, step.weight, wide)
         if step.bias is not None:
             out = (out + step.bias).to(out.dtype)
         return self._activated(step, out)
@@ -110,8 +117,13 @@ class TritonKernels(PlainKernels):
         if dst.dtype == step.weight.dtype or not dst.is_contiguous():
             return False
         rows = src.to(step.weight.dtype) if step.norm is None else self.norm(step.norm, src, step.weight.dtype)
+        weight = step.weight
+        if isinstance(weight, PackedWeight):
+            if not self.packed.fits(weight):
+                return False
+            weight = self.packed.unpacked(weight, self._overlap(src))
         try:
-            torch.ops.aten.addmm.dtype_out(dst, rows, step.weight.t(), torch.float32, out=dst)
+            torch.ops.aten.addmm.dtype_out(dst, rows, weight.t(), torch.float32, out=dst)
         except RuntimeError as error:
             _log.info("this PyTorch adds no 16-bit products to fp32: %s", error)
             self._adds_wide = False
@@ -254,13 +266,19 @@ class TritonKernels(PlainKernels):
         return run.start == 0 and step.attend.window is None and run.count >= self.tuning.library_attention_rows
 
     def _is_small(self, step: Project, src: torch.Tensor) -> bool:
+        if isinstance(step.weight, PackedWeight):
+            return src.shape[0] <= self.tuning.packed_rows
         is_rms = step.norm is None or not step.norm.centred
         return src.shape[0] <= self.tuning.skinny_rows and (is_rms or src.shape[0] > 1)
 
     def _small(self, step: Project, src: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
         """One row, or few: `out` is written or added to."""
-        weight, bias = step.weight, step.weight if step.bias is None else step.bias
         num_rows, num_inputs = src.shape
+        weight = step.weight
+        if isinstance(weight, PackedWeight):
+            self._small_packed(step, weight, src, out, adds)
+            return
+        bias = weight if step.bias is None else step.bias
         flags = {
             "NUM_INPUTS": num_inputs,
             "HAS_BIAS": step.bias is not None,
@@ -283,13 +301,32 @@ class TritonKernels(PlainKernels):
         block_m = max(16, power_of_two(num_rows))
         self._skinny[grid](rows, weight, bias, out, num_rows, step.num_outputs, *strides, BLOCK_M=block_m, **flags)
 
+    def _small_packed(
+        self, step: Project, weight: PackedWeight, src: torch.Tensor, out: torch.Tensor, adds: bool
+    ) -> None:
+        num_rows, overlap = src.shape[0], self._overlap(src)
+        norms_on_the_way = num_rows == 1 and (step.norm is None or not step.norm.centred)
+        if not norms_on_the_way:
+            src = src.to(weight.dtype) if step.norm is None else self.norm(step.norm, src, weight.dtype)
+            step = replace(step, norm=None)
+        if num_rows == 1:
+            num_outputs, num_inputs = self._tile(self.tuning.packed_gemv, step, 1)
+            tile = replace(self.tuning.packed_gemv, num_outputs=num_outputs, num_inputs=num_inputs)
+            self.packed.one_row(step, weight, src, out, adds, tile, overlap)
+            return
+        num_outputs, num_inputs = self._tile(self.tuning.packed_skinny, step, num_rows)
+        tile = replace(self.tuning.packed_skinny, num_outputs=num_outputs, num_inputs=num_inputs)
+        tile_rows = min(self.tuning.packed_tile_rows, max(16, power_of_two(num_rows)))
+        self.packed.few_rows(step, weight, src, out, adds, tile, tile_rows, overlap)
+
     def _tile(self, tile: Tile, step: Project, num_rows: int) -> tuple[int, int]:
         """Outputs and inputs that a program takes at once; a gated output takes two rows of the weight."""
         num_outputs, num_inputs = tile.num_outputs, tile.num_inputs
-        if num_rows == 1:
+        if num_rows == 1 or isinstance(step.weight, PackedWeight):
             # As many as leave work for everybody: each program reads the whole input besides its own weights.
-            while num_outputs > 2 and step.weight.shape[0] < num_outputs * self.tuning.num_programs:
-                num_outputs, num_inputs = num_outputs // 2, min(1024, num_inputs * 2)
+            least, most_inputs = (2, 1024) if num_rows == 1 else (16, 256)
+            while num_outputs > least and step.weight.shape[0] < num_outputs * self.tuning.num_programs:
+                num_outputs, num_inputs = num_outputs // 2, min(most_inputs, num_inputs * 2)
         if step.gated:
             num_outputs //= 2
         if num_rows > 1:

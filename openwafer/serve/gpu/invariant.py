@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from openwafer.serve.gpu.fast import TritonKernels, power_of_two
+from openwafer.serve.gpu.packed_weight import PackedWeight
 from openwafer.serve.gpu.places import Places
 from openwafer.serve.gpu.plan import Attention, Project
 from openwafer.serve.gpu.sending import sent
@@ -63,8 +64,12 @@ class InvariantKernels(TritonKernels):
         return self._num_parts, self._part_size
 
     def _small(self, step: Project, src: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
-        weight, bias, tile = step.weight, step.weight if step.bias is None else step.bias, self._one_tile
+        weight, tile = step.weight, self._one_tile
         rows = src.to(weight.dtype) if step.norm is None else self.norm(step.norm, src, weight.dtype)
+        if isinstance(weight, PackedWeight):
+            self.packed.few_rows(step, weight, rows, out, adds, tile, self._num_rows, self._overlap(src))
+            return
+        bias = weight if step.bias is None else step.bias
         num_rows, num_inputs = rows.shape
         self._skinny[(-(-step.num_outputs // tile.num_outputs), -(-num_rows // self._num_rows))](
             rows,

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from openwafer.models.layers import ACTIVATIONS
+from openwafer.serve.gpu.packed_weight import dense
 from openwafer.serve.gpu.places import Places, Run
 from openwafer.serve.gpu.plan import Attention, Project
 from openwafer.serve.program import Norm
@@ -52,7 +53,7 @@ class PlainKernels:
         """src [r, inputs] to [r, num_outputs] of the weight's dtype, or fp32 if `wide`."""
         dtype = step.weight.dtype
         rows = src.to(dtype) if step.norm is None else self.norm(step.norm, src, dtype)
-        out = product(rows, step.weight, wide)
+        out = product(rows, dense(step.weight), wide)
         if step.bias is not None:
             out = (out + step.bias).to(out.dtype)
         if not step.gated:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from openwafer.serve.gpu.packed_weight import PackedWeight, Weight
 from openwafer.serve.matrix import Matrix
 from openwafer.serve.program import (
     Activate,
@@ -32,7 +33,7 @@ class Look:
     """dst = table[token] * scale"""
 
     dst: Span
-    table: torch.Tensor
+    table: Weight
     scale: float
 
 
@@ -45,7 +46,7 @@ class Project:
 
     dst: Span
     src: Span
-    weight: torch.Tensor  # [outputs, inputs]
+    weight: Weight  # [outputs, inputs]
     norm: Norm | None = None
     bias: torch.Tensor | None = None
     activation: Activation | None = None
@@ -100,7 +101,10 @@ class Plan:
 
 
 def make_plan(program: Program, device: torch.device, dtype: torch.dtype, max_positions: int) -> Plan:
-    """Matrices become [outputs, inputs] of `dtype` on the device; norms, biases and rotations stay fp32."""
+    """Matrices become [outputs, inputs] on the device, of `dtype` unless they are packed.
+
+    Norms, biases and rotations stay fp32.
+    """
     planner = Planner(device, dtype, max_positions)
     return Plan(body=planner.joined(program.body), head=planner.joined(program.head))
 
@@ -112,7 +116,7 @@ class Planner:
         self._device = device
         self._dtype = dtype
         self._max_positions = max_positions
-        self._matrices: dict[Matrix, torch.Tensor] = {}  # a tied head is the embedding
+        self._matrices: dict[Matrix, Weight] = {}  # a tied head is the embedding
         self._turns: dict[int, torch.Tensor] = {}
 
     def joined(self, operations: Sequence[Operation]) -> tuple[Step, ...]:
@@ -177,11 +181,13 @@ class Planner:
             return replace(project, dst=gate, activation=after.kind, gated=True), 2
         return project, 1
 
-    def _matrix(self, matrix: Matrix) -> torch.Tensor:
+    def _matrix(self, matrix: Matrix) -> Weight:
         if matrix not in self._matrices:
-            # Unpacked on the device: reordering gigabytes takes the host longer than sending them.
+            # Laid out anew on the device: reordering gigabytes takes the host longer than sending them.
             there = replace(matrix, data=matrix.data.to(self._device))
-            self._matrices[matrix] = there.dense(self._dtype).contiguous()
+            is_packed = matrix.is_packed
+            weight = PackedWeight.of(there, self._dtype) if is_packed else there.dense(self._dtype).contiguous()
+            self._matrices[matrix] = weight
         return self._matrices[matrix]
 
     def _vector(self, vector: torch.Tensor) -> torch.Tensor:

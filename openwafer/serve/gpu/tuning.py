@@ -20,6 +20,11 @@ class Tuning:
     gemv: Tile = field(default_factory=lambda: Tile(num_outputs=32, num_inputs=256, num_warps=4, num_stages=4))
     skinny: Tile = field(default_factory=lambda: Tile(num_outputs=32, num_inputs=128, num_warps=4, num_stages=4))
     skinny_rows: int = 16  # more rows go to the library's matrix products
+    packed_gemv: Tile = field(default_factory=lambda: Tile(num_outputs=64, num_inputs=256, num_warps=4, num_stages=4))
+    packed_skinny: Tile = field(default_factory=lambda: Tile(num_outputs=64, num_inputs=128, num_warps=4, num_stages=3))
+    packed_tile_rows: int = 64  # of a batch that a program takes at most
+    packed_rows: int = 256  # as recorded graphs have; with more, packed weights are unpacked for the library's products
+    scratch_bytes: int = 256 << 20  # at most, for weights that were unpacked so: one matrix or a part of it at a time
     num_programs: int = 250  # that a kernel should have at least: two for most multiprocessors
     library_adds: bool = True  # the library's products add to fp32 themselves, where they can
     overlaps: bool = True  # kernels start before the last one ends, where the GPU can do that

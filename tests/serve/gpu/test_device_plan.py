@@ -79,6 +79,15 @@ def test_a_model_that_fits_stays_and_the_cache_has_the_rest() -> None:
     assert "stay, 512 tokens have keys and values" in str(plan)
 
 
+def test_packed_weights_are_counted_in_packed_bytes() -> None:
+    """Of 16 bits, or 5."""
+    (dense,) = plans(SizedGpus(8 << 20), dtype="bf16")
+    (packed,) = plans(SizedGpus(8 << 20), dtype="bf16", quantization="int4")
+    saved = dense.resident_bytes - packed.resident_bytes
+    num_weights = 8 * 30_720 + 2 * 101 * 64
+    assert saved == pytest.approx(num_weights * 11 / 8, rel=0.02)
+
+
 def test_what_does_not_fit_is_spread_and_told() -> None:
     (plan,) = plans(SizedGpus(8 << 20), device_memory=1_400_000)
     assert 2 < len(plan.streamed_layers) < 8

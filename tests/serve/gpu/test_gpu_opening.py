@@ -21,6 +21,7 @@ from tests.serve.gpu.late_gpu import LateGpus, WatchedKernels
 PROMPT = np.random.default_rng(1).integers(0, 101, 37).tolist()
 MODULE = tiny_module(dataclasses.replace(CONFIGS["llama"], num_hidden_layers=8))
 STREAMED = 1_400_000  # bytes of device memory, too few for all layers
+PACKED = 1_000_000  # the same for packed ones
 Open = Callable[..., Client]
 
 
@@ -71,6 +72,14 @@ def test_a_model_larger_than_the_device_answers_as_one_that_fits(
     for prompt, kind, events in zip(prompts, kinds, started, strict=True):
         assert bits(streamed.wait(events)) == bits(whole.ask(prompt, max_tokens=6, **kind))
     assert whole.ask(prompts[0], max_tokens=6).tokens == list(generate(MODULE, prompts[0], max_tokens=6))
+
+
+def test_packed_layers_are_streamed_packed(open_gpus: Open, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"quantization": "int4", "max_step_tokens": 8}
+    whole, streamed = open_gpus(**options), open_gpus(device_memory=PACKED, **options)
+    assert "of 8 layers) are copied from host memory in every step" in caplog.text
+    expected = whole.ask(PROMPT[:20], max_tokens=6, num_logprobs=1)
+    assert bits(streamed.ask(PROMPT[:20], max_tokens=6, num_logprobs=1)) == bits(expected)
 
 
 def test_weights_that_the_host_cannot_hold_are_on_flash(

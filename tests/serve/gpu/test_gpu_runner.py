@@ -41,7 +41,7 @@ def test_bf16_stays_close(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4"}])
-def test_packed_weights_are_unpacked(options: dict[str, str]) -> None:
+def test_packed_weights_answer_as_on_a_cpu(options: dict[str, str]) -> None:
     """The definition rounds the inputs of packed layers to 8 bits, a GPU does not."""
     program = tiny_program(CONFIGS["llama"], **options)
     expected = feed(ReferenceRunner(program, num_blocks=8, block_size=BLOCK_SIZE), [45])

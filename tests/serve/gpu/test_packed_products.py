@@ -1,0 +1,105 @@
+"""Products with packed weights in Triton's interpreter against the plain ones, which unpack the weights first."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from openwafer.serve.gguf_blocks import matrix_from_raw
+from openwafer.serve.gpu.fast import TritonKernels
+from openwafer.serve.gpu.invariant import InvariantKernels
+from openwafer.serve.gpu.packed_weight import PackedWeight
+from openwafer.serve.gpu.plain import PlainKernels
+from openwafer.serve.gpu.plan import Project
+from openwafer.serve.gpu.tuning import Tile
+from openwafer.serve.matrix import Matrix
+from openwafer.serve.program import Norm, Span
+from tests.serve.gpu.test_fast import TUNING, fenced, is_fence_whole
+from tests.serve.gpu.test_packed_weight import random_raw
+
+pytest.importorskip("triton", reason="there is no Triton for this platform")
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+
+# Tiles of two blocks and of one, so that tiny matrices have several and some stick out.
+PACKED = replace(
+    TUNING,
+    packed_gemv=Tile(num_outputs=16, num_inputs=64, num_warps=4, num_stages=1),
+    packed_skinny=Tile(num_outputs=16, num_inputs=32, num_warps=4, num_stages=2),
+    packed_tile_rows=16,
+    packed_rows=20,
+    num_programs=1,
+)
+SPAN = Span("x", 0, 100)
+
+
+def packed(num_bits, num_outputs: int, num_inputs: int, dtype: torch.dtype = torch.float32) -> PackedWeight:
+    values = torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(0))
+    weight = PackedWeight.of(Matrix.quantized(values, num_bits), dtype)
+    offsets = None if weight.offsets is None else fenced(weight.offsets)
+    return replace(weight, scales=fenced(weight.scales), offsets=offsets)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_bits", "gated"), [(1, 4, True), (1, 8, False), (3, 4, False), (18, 8, True), (25, 4, True)]
+)
+def test_every_kind_of_product(num_rows: int, num_bits: int, gated: bool) -> None:
+    """One row, a tile, two tiles, too many for tiles; inputs that fill no block; norms, biases; written and added."""
+    generator = torch.Generator().manual_seed(1)
+    weight = packed(num_bits, 2 * 21 if gated else 21, 100)
+    gain, bias = (fenced(torch.rand(n, generator=generator)) for n in (100, weight.shape[0]))
+    src = fenced(torch.randn(num_rows, 100, generator=generator))
+    kind = "silu" if gated else None
+    kernels = TritonKernels(PACKED)
+    norm = Norm(dst=SPAN, src=SPAN, weight=gain, bias=None, eps=1e-5, centred=False)
+    step = Project(dst=SPAN, src=SPAN, weight=weight, norm=norm, bias=bias, activation=kind, gated=gated)
+    expected = PlainKernels().project(step, src, wide=True)
+    torch.testing.assert_close(kernels.project(step, src, wide=True), expected, atol=1e-4, rtol=1e-4)
+    for other in (None, replace(norm, bias=gain, centred=True)):
+        step = Project(dst=SPAN, src=SPAN, weight=weight, norm=other, activation=kind, gated=gated)
+        expected = PlainKernels().project(step, src, wide=True)
+        dst = fenced(torch.ones(num_rows, 21))
+        kernels.project_into(step, src, dst)
+        torch.testing.assert_close(dst, expected + 1, atol=1e-4, rtol=1e-4)
+        assert is_fence_whole(dst)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q4_K"])
+def test_every_form(name: str) -> None:
+    """One row, a few, and unpacked for many; 8 bits, 4 bits, and 4 bits with scales of 32 bits."""
+    weight = PackedWeight.of(matrix_from_raw(random_raw(name, 17, 256)), torch.float32)
+    step = Project(dst=SPAN, src=SPAN, weight=weight)
+    kernels = TritonKernels(PACKED)
+    for num_rows in (1, 2):
+        src = torch.randn(num_rows, 256, generator=torch.Generator().manual_seed(1))
+        expected = PlainKernels().project(step, src, wide=True)
+        torch.testing.assert_close(kernels.project(step, src, wide=True), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(kernels.packed.unpacked(weight, {"OVERLAPS": False}), weight.dense())
+
+
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_unpacked_weights_are_rounded_as_defined(num_bits: int) -> None:
+    """To fp16: the interpreter does not round to bf16, it cuts."""
+    weight = packed(num_bits, 40, 300, torch.float16)
+    found = TritonKernels(PACKED).packed.unpacked(weight, {"OVERLAPS": False})
+    assert torch.equal(found, weight.dense())
+
+
+def test_matrices_larger_than_the_scratch_memory() -> None:
+    """In parts of 16 outputs."""
+    weight = packed(4, 70, 300)
+    rows = torch.randn(30, 300, generator=torch.Generator().manual_seed(1))
+    kernels = TritonKernels(replace(PACKED, scratch_bytes=4 * 16 * 300 + 5))
+    assert not kernels.packed.fits(weight)
+    step = Project(dst=SPAN, src=SPAN, weight=weight)
+    expected = PlainKernels().project(step, rows, wide=True)
+    torch.testing.assert_close(kernels.project(step, rows, wide=True), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_a_row_of_a_product_has_the_same_bits_in_every_batch(num_bits: int) -> None:
+    kernels = InvariantKernels(64, PACKED, PACKED.packed_skinny, num_rows=16)
+    step = Project(dst=SPAN, src=SPAN, weight=packed(num_bits, 21, 100))
+    src = torch.randn(40, 100, generator=torch.Generator().manual_seed(1))
+    together = kernels.project(step, src, wide=True)
+    for rows in (slice(7, 8), slice(15, 33)):
+        assert torch.equal(kernels.project(step, src[rows], wide=True), together[rows])
