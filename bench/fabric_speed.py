@@ -77,8 +77,9 @@ def busy_mesh(size: int, words: int, distance: int = 8, every: int = 8) -> Layou
             colour = 3 * direction + start // every % 3
             route_stream(layout, colour, direction, start, end)
             for across in range(size):
-                ends = (start, across), (end, across)
-                source, target = ends if direction in (EAST, WEST) else (place[::-1] for place in ends)
+                source, target = (start, across), (end, across)
+                if direction in (NORTH, SOUTH):
+                    source, target = (across, start), (across, end)
                 streams.append((source, target, colour))
     num_out, num_in = Counter(stream[0] for stream in streams), Counter(stream[1] for stream in streams)
     sends: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
