@@ -27,5 +27,5 @@ def trace(machine: EngineMachine) -> str:
 
 
 def busy_share(machine: EngineMachine, cycles: int) -> np.ndarray:
-    """[height, width]: share of cycles in which each PE's main thread worked."""
+    """[height, width]: share of cycles in which each PE's main thread worked or moved a word."""
     return machine.busy.reshape(machine.layout.height, machine.layout.width) / max(1, cycles)

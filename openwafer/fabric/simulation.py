@@ -21,9 +21,9 @@ MAX_CYCLES = 2**31 - 2
 
 @dataclass(frozen=True, kw_only=True)
 class Stalls:
-    """Cycles that movers waited, summed over all of them, by cause."""
+    """Cycles that movers waited, summed over all of them, by what they lacked at first."""
 
-    room: int  # the next queue was full
+    room: int  # the next queue was full, or its switch was turned away
     link: int  # another colour used the link
     words: int  # a fabric instruction had nothing to read
 
@@ -34,7 +34,7 @@ class Report:
 
     cycles: int
     num_pes: int  # PEs with a program
-    pe_utilisation: float  # share of PE-cycles in which the main thread worked
+    pe_utilisation: float  # share of PE-cycles in which the main thread worked or its fabric instruction moved a word
     link_utilisation: float  # share of link-cycles of the four mesh links in which a word moved
     stalls: Stalls
     io_words: int  # that the host copied in and out
@@ -84,7 +84,7 @@ class Simulation:
         else:
             assert machine is not None
             busy, link_words, events = machine.busy_cycles, machine.link_words, 0
-            room = link = words = 0
+            room, link, words = (machine.stalls[cause] for cause in ("room", "link", "words"))
         system = next(system for system in SYSTEMS.values() if system.wafer.name == layout.wafer.name)
         per_cycle = system.io_words_per_cycle
         return Report(

@@ -178,6 +178,7 @@ def outcome(scenario: dict, engine: str) -> tuple:
         report.cycles,
         report.pe_utilisation,
         report.link_utilisation,
+        report.stalls,
         memory.tobytes(),
         simulation.image.registers.tobytes(),
     )

@@ -72,7 +72,7 @@ def outcome(todo: list, chip: Wafer, engine: str) -> tuple:
     except ArchitectureError as error:
         return "error", error.fault, error.cycle
     image = simulation.image
-    return report.cycles, report.pe_utilisation, image.memory.tobytes(), image.registers.tobytes()
+    return report.cycles, report.pe_utilisation, report.stalls, image.memory.tobytes(), image.registers.tobytes()
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
