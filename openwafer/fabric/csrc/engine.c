@@ -38,8 +38,9 @@ void *allocate(Engine *e, size_t size) {
     return memory;
 }
 
+/* Of several cores that fail in one cycle the first PE is named. */
 void fail(Engine *e, i32 fault, u32 pe, i32 cycle, i32 detail) {
-    if (e->fault) return;
+    if (e->fault && (e->fault_cycle < cycle || (u32)e->fault_pe <= pe)) return;
     e->fault = fault;
     e->fault_pe = (i32)pe;
     e->fault_cycle = cycle;
@@ -93,7 +94,7 @@ static void cycle(Engine *e, Team *team, i32 t) {
         if (leads) for (u32 i = 0; i < team->num_bands; i++) start_border(team->bands[i], t);
         barrier(team);
     }
-    for (u32 i = 0; i < e->num_ready && !e->fault; i++) {
+    for (u32 i = 0, failed = e->fault != 0; i < e->num_ready && !failed; i++) {
         look_ahead_pe(e, e->ready_pes, e->num_ready, i);
         step_pe(e, e->ready_pes[i], t);
     }
