@@ -98,8 +98,8 @@ def summary(kernel: str, system: str, outcome: "Outcome", wall_s: float, seconds
         "pe_utilisation": report.pe_utilisation,
         "link_utilisation": report.link_utilisation,
         "stalls": dataclasses.asdict(report.stalls),
-        "io_words": report.io_words,
-        "io_cycles": report.io_cycles,
+        "io_words": outcome.simulation.io_words,
+        "io_cycles": outcome.simulation.io_cycles,
         "formula_cycles": outcome.formula_cycles,
         "formula_error": outcome.formula_error,
         "max_error": outcome.max_error,
@@ -140,6 +140,8 @@ def _write_files(outcome: "Outcome", args: argparse.Namespace) -> None:
         files.append((args.heat_map, heat_map(shares, title, args.heat_map.suffix.lower())))
     if args.trace is not None:
         files.append((args.trace, trace(machine).encode()))
+        if machine.is_cut:
+            print(f"the trace ends early, after {len(machine.spans):,} tasks and transfers", file=sys.stderr)
     for path, content in files:
         try:
             path.write_bytes(content)

@@ -31,6 +31,26 @@ def test_heat_map_and_trace_are_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert "cycles" in capsys.readouterr().out
 
 
+def test_a_long_trace_is_cut_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("openwafer.fabric.engine.MAX_SPANS", 7)
+    trace = tmp_path / "trace.json"
+    assert main(["simulate", "broadcast", "--width", "5", "--height", "4", "--trace", str(trace)]) == 0
+    assert sum(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"]) == 7
+    assert "the trace ends early, after 7 tasks and transfers" in capsys.readouterr().err
+
+
+def test_host_copies_count_both_ways_and_in_cycles_of_the_chosen_clock(capsys: pytest.CaptureFixture[str]) -> None:
+    cycles = []
+    for clock in ("1.1", "2.2"):
+        assert main(["simulate", "reduce", "--num_pes", "100", "--words", "500", "--clock_ghz", clock, "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["io_words"] == 2 * 100 * 500  # all vectors in, all back
+        cycles.append(result["io_cycles"])
+    assert cycles == [round(100_000 * 32 / 1.2e12 * 1.1e9), round(100_000 * 32 / 1.2e12 * 2.2e9)]
+
+
 def test_a_png_heat_map_is_chosen_by_its_suffix(tmp_path: Path) -> None:
     picture = tmp_path / "wafer.PNG"
     assert main(["simulate", "broadcast", "--width", "5", "--height", "4", "--heat_map", str(picture)]) == 0

@@ -48,6 +48,7 @@ void fail(Engine *e, i32 fault, u32 pe, i32 cycle, i32 detail) {
 }
 
 void add_span(Engine *e, u32 pe, i32 kind, i32 start, i32 end) {
+    if (e->num_spans >= (u32)e->tracing) return; /* enough */
     e->spans = grow(e, e->spans, &e->room_spans, e->num_spans + 1, sizeof(Span));
     e->spans[e->num_spans++] = (Span){(i32)pe, kind, start, end};
 }
