@@ -38,9 +38,10 @@ void *allocate(Engine *e, size_t size) {
     return memory;
 }
 
-/* Of several cores that fail in one cycle the first PE is named. */
+/* Words move before cores act, so a collision comes first; of several cores that fail in one cycle the first PE. */
 void fail(Engine *e, i32 fault, u32 pe, i32 cycle, i32 detail) {
-    if (e->fault && (e->fault_cycle < cycle || (u32)e->fault_pe <= pe)) return;
+    int is_later = fault != FAULT_COLLISION && (u32)e->fault_pe <= pe;
+    if (e->fault && (e->fault_cycle < cycle || e->fault == FAULT_COLLISION || is_later)) return;
     e->fault = fault;
     e->fault_pe = (i32)pe;
     e->fault_cycle = cycle;
