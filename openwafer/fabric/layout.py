@@ -80,6 +80,11 @@ class Layout:
         if index is None:
             builder = ProgramBuilder(self.wafer, getattr(function, "__name__", "program"))
             function(builder, **arguments)
+            if len(self.programs) > np.iinfo(self.program_of.dtype).max:
+                raise UserError(
+                    f"{builder.name}: more than {len(self.programs)} programs: PEs share one if its arguments are "
+                    "equal and hashable (tuples, not lists or dicts)"
+                )
             self.programs.append(builder.build())
             index = len(self.programs) - 1
             if _hashable(key):

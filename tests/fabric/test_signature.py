@@ -89,3 +89,15 @@ def test_host_copies_and_params_must_fit_the_layout() -> None:
         simulation.write("x", np.zeros(4), Rect(2, 0, 2, 1))
     with pytest.raises(UserError, match=r"takes \(6, 4\) values, got \(5,\)"):
         simulation.write("x", np.zeros(5))
+
+
+def test_too_many_programs_say_how_pes_share_one() -> None:
+    def program(pe: ProgramBuilder, *, sizes: object) -> None:
+        pe.array("x", 4)
+
+    layout = Layout(WSE2, 200, 1)
+    layout.program_of = layout.program_of.astype(np.int8)  # as if there were room for fewer
+    for x in range(128):
+        layout.place(program, Rect(x, 0), sizes=[4])
+    with pytest.raises(UserError, match=r"more than 128 programs: .*tuples, not lists"):
+        layout.place(program, Rect(128, 0), sizes=[4])
