@@ -43,16 +43,17 @@ VENDOR_PE_CYCLES_S = 1.4e6
 MIN_SRAM_BYTES = 64 * 2**20  # below, the interpreter and the host's own arrays are what takes memory
 # Direction: where along its axis streams of it begin.
 FIRST = {EAST: 0, WEST: 4, SOUTH: 2, NORTH: 6}
+Lengths = tuple[tuple[int, int], ...]  # words of each colour
 SIGN = {EAST: 1, SOUTH: 1, WEST: -1, NORTH: -1}
 
 
-def mesh_program(pe: ProgramBuilder, *, words: int, sends: dict[int, int], gets: dict[int, int]) -> None:
+def mesh_program(pe: ProgramBuilder, *, words: int, sends: Lengths, gets: Lengths) -> None:
     """Send and receive vectors, so many words of each colour, and compute all the while."""
     data, a, c = pe.array("data", words), pe.array("a", words, bank=0), pe.array("c", words, bank=2)
-    buffers = {colour: pe.array(f"in{colour}", length) for colour, length in gets.items()}
+    buffers = {colour: pe.array(f"in{colour}", length) for colour, length in gets}
     factor = pe.register()
     with pe.task("main", start=True):
-        for thread, (colour, length) in enumerate(sends.items()):
+        for thread, (colour, length) in enumerate(sends):
             pe.mov(pe.send(colour), data[:length], thread=thread)
         for thread, (colour, buffer) in enumerate(buffers.items()):
             pe.mov(buffer, pe.receive(colour), thread=4 + thread)
@@ -77,10 +78,10 @@ def busy_mesh(size: int, words: int, distance: int = 8, every: int = 8) -> Layou
             colour = 3 * direction + start // every % 3
             route_stream(layout, colour, direction, start, end)
             for across in range(size):
-                if direction in (EAST, WEST):
-                    streams.append(((start, across), (end, across), colour))
-                else:
-                    streams.append(((across, start), (across, end), colour))
+                source, target = (start, across), (end, across)
+                if direction in (NORTH, SOUTH):
+                    source, target = (across, start), (across, end)
+                streams.append((source, target, colour))
     num_out, num_in = Counter(stream[0] for stream in streams), Counter(stream[1] for stream in streams)
     sends: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     gets: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
@@ -88,7 +89,9 @@ def busy_mesh(size: int, words: int, distance: int = 8, every: int = 8) -> Layou
         sends[source][colour] = gets[target][colour] = words // max(num_out[source], num_in[target])
     for y in range(size):
         for x in range(size):
-            layout.place(mesh_program, Rect(x, y), words=words, sends=sends[x, y], gets=gets[x, y])
+            # PEs with equal tuples share their code.
+            lengths = {"sends": tuple(sends[x, y].items()), "gets": tuple(gets[x, y].items())}
+            layout.place(mesh_program, Rect(x, y), words=words, **lengths)
     return layout
 
 

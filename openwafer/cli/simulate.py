@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -39,10 +40,12 @@ def run(args: argparse.Namespace) -> None:
 
     kernel = KERNELS[args.kernel]
     chip = wafer(args.system)
-    _check_picture(args.heat_map)
+    _check_files(args)
+    if args.seed < 0:
+        raise UserError(f"--seed must not be negative, got {args.seed}")
     if args.clock_ghz is not None:
-        if not args.clock_ghz > 0:
-            raise UserError(f"--clock_ghz must be above 0, got {args.clock_ghz}")
+        if not 0 < args.clock_ghz < math.inf:
+            raise UserError(f"--clock_ghz must be above 0 and finite, got {args.clock_ghz}")
         chip = dataclasses.replace(chip, clock_hz=args.clock_ghz * 1e9)
     if args.engine == "reference" and (args.trace or args.heat_map):
         raise UserError("--trace and --heat_map need the C engine: leave out --engine reference")
@@ -67,12 +70,17 @@ def run(args: argparse.Namespace) -> None:
         )
 
 
-def _check_picture(path: Path | None) -> None:
+def _check_files(args: argparse.Namespace) -> None:
     """Before the run: it may take minutes."""
     from openwafer.fabric.heatmap import SUFFIXES
 
-    if path is not None and path.suffix.lower() not in SUFFIXES:
-        raise UserError(f"--heat_map writes {' or '.join(SUFFIXES)} files, got {str(path)!r}: name it so")
+    picture = args.heat_map
+    if picture is not None and picture.suffix.lower() not in SUFFIXES:
+        raise UserError(f"--heat_map writes {' or '.join(SUFFIXES)} files, got {str(picture)!r}: name it so")
+    for path in (picture, args.trace):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            reason = "it is a folder" if path.is_dir() else "its folder does not exist"
+            raise UserError(f"cannot write {path}: {reason}")
 
 
 def _show_progress(cycle: int) -> None:
@@ -90,8 +98,8 @@ def summary(kernel: str, system: str, outcome: "Outcome", wall_s: float, seconds
         "pe_utilisation": report.pe_utilisation,
         "link_utilisation": report.link_utilisation,
         "stalls": dataclasses.asdict(report.stalls),
-        "io_words": report.io_words,
-        "io_cycles": report.io_cycles,
+        "io_words": outcome.simulation.io_words,
+        "io_cycles": outcome.simulation.io_cycles,
         "formula_cycles": outcome.formula_cycles,
         "formula_error": outcome.formula_error,
         "max_error": outcome.max_error,
@@ -132,6 +140,8 @@ def _write_files(outcome: "Outcome", args: argparse.Namespace) -> None:
         files.append((args.heat_map, heat_map(shares, title, args.heat_map.suffix.lower())))
     if args.trace is not None:
         files.append((args.trace, trace(machine).encode()))
+        if machine.is_cut:
+            print(f"the trace ends early, after {len(machine.spans):,} tasks and transfers", file=sys.stderr)
     for path, content in files:
         try:
             path.write_bytes(content)

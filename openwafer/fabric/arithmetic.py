@@ -1,6 +1,7 @@
 """What the instructions compute, element by element, in NumPy: the definition of the C engine's values.
 
-16-bit floats are computed in fp32 and rounded once; fp32 products and sums round separately; integers wrap.
+16-bit floats are computed in fp32 and rounded once; fp32 products and sums round separately; integers wrap. Floats
+become integers towards zero; those outside the range become its ends, NaN becomes 0.
 Exponentials, reciprocals and roots are computed in double precision and rounded.
 """
 
@@ -25,6 +26,9 @@ def pack(values: np.ndarray, dtype: Dtype) -> np.ndarray:
     """fp32 or int32 values -> elements, rounded to nearest even (floats) or wrapped (integers)."""
     if dtype is Dtype.bf16:
         return float_to_bf16(values)
+    if dtype in (Dtype.i32, Dtype.i16) and values.dtype.kind == "f":  # converted: towards zero, within the range
+        limits = np.iinfo(dtype.numpy)
+        return np.clip(np.nan_to_num(values.astype(np.float64)), limits.min, limits.max).astype(dtype.numpy)
     with np.errstate(over="ignore"):
         return values.astype(dtype.numpy)
 

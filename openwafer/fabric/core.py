@@ -41,6 +41,8 @@ class Operation:
     taken: int = 0
     control: bool = False
     done_at: int | None = None
+    waits_since: int | None = None
+    waits_for: str = ""
 
 
 class Core:

@@ -16,6 +16,7 @@ from openwafer.fabric.program import Program
 
 _pointer = ctypes.c_void_p
 PES_FOR_TWO_THREADS = 3000
+MAX_SPANS = 500_000  # of a trace: Perfetto opens no more, and a large GEMM has a billion
 STEP_CYCLES = 20_000  # between two calls of the progress function
 
 
@@ -91,6 +92,15 @@ class EngineMachine:
         self.spans = np.zeros((0, 4), np.int32)  # PE, task or 100 + thread, start, end
         self.status = np.zeros(12, np.int64)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the trace has not all of the run."""
+        return self.trace and len(self.spans) >= self._max_spans()
+
+    def _max_spans(self) -> int:
+        """Of each thread."""
+        return MAX_SPANS // self.num_threads if self.trace else 0
+
     def run(self, max_cycles: int, progress: Callable[[int], None] | None = None) -> int:
         """Run to the end; returns the cycle of the last event in any core."""
         engine = library()
@@ -131,7 +141,7 @@ class EngineMachine:
             layout.width, layout.height, costs.ctypes.data, ctypes.addressof(programs), ctypes.addressof(routes),
             image.program_of.ctypes.data, image.memory_offset.ctypes.data, route_of.ctypes.data, num_colours,
             self._num_nodes(route_of), image.memory.ctypes.data, image.registers.ctypes.data,
-            min(max_cycles, 2**31 - 2), int(self.trace), self.num_threads,
+            min(max_cycles, 2**31 - 2), self._max_spans(), self.num_threads,
         )  # fmt: skip
         if not handle:
             raise MemoryError(f"no memory for {layout.width} x {layout.height} PEs")

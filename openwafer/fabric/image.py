@@ -73,7 +73,7 @@ class Image:
         layout = self.layout
         owns = np.array([name in program.arrays for program in layout.programs] + [False])
         mask = np.zeros((layout.height, layout.width), bool)
-        mask[(layout.everywhere if rect is None else rect).slices] = True
+        mask[layout.inside(rect)] = True
         pes = np.flatnonzero(mask.ravel() & owns[self.program_of])
         kinds = {(p.arrays[name].dtype, p.arrays[name].length) for p in layout.programs if name in p.arrays}
         if not len(pes) or len(kinds) != 1:

@@ -80,11 +80,16 @@ class Layout:
         if index is None:
             builder = ProgramBuilder(self.wafer, getattr(function, "__name__", "program"))
             function(builder, **arguments)
+            if len(self.programs) > np.iinfo(self.program_of.dtype).max:
+                raise UserError(
+                    f"{builder.name}: more than {len(self.programs)} programs: PEs share one if its arguments are "
+                    "equal and hashable (tuples, not lists or dicts)"
+                )
             self.programs.append(builder.build())
             index = len(self.programs) - 1
             if _hashable(key):
                 self._placed[key] = index
-        self.program_of[rect if isinstance(rect, np.ndarray) else self._inside(rect)] = index
+        self.program_of[rect if isinstance(rect, np.ndarray) else self.inside(rect)] = index
         return self.programs[index]
 
     def param(self, name: str, values: np.ndarray | float, rect: Rect | None = None) -> None:
@@ -92,8 +97,13 @@ class Layout:
         rect = self.everywhere if rect is None else rect
         array = np.asarray(values)
         bits = array.astype(np.int32) if array.dtype.kind in "iub" else array.astype(np.float32).view(np.int32)
-        shape = self.program_of[self._inside(rect)].shape
-        self.params.append((name, rect, np.broadcast_to(bits, shape)))
+        shape = self.program_of[self.inside(rect)].shape
+        try:
+            self.params.append((name, rect, np.broadcast_to(bits, shape)))
+        except ValueError:
+            raise UserError(
+                f"param {name!r} of {shape} PEs (rows, columns) takes so many values, got {array.shape}"
+            ) from None
 
     def route(self, colour: int, rect: Rect | None, inputs: Directions, outputs: Directions) -> None:
         """In every router of `rect`, wavelets of `colour` come from `inputs` and leave to all `outputs`."""
@@ -114,9 +124,10 @@ class Layout:
             self.routes.append(route)
         if colour not in self.route_of:
             self.route_of[colour] = np.full((self.height, self.width), NO_ROUTE, np.int16)
-        self.route_of[colour][self._inside(rect)] = self.routes.index(route)
+        self.route_of[colour][self.inside(rect)] = self.routes.index(route)
 
-    def _inside(self, rect: Rect | None) -> tuple[slice, slice]:
+    def inside(self, rect: Rect | None) -> tuple[slice, slice]:
+        """Rows and columns of `rect` (None: everywhere), which must lie in the layout."""
         rect = self.everywhere if rect is None else rect
         if rect.x < 0 or rect.y < 0 or rect.x + rect.width > self.width or rect.y + rect.height > self.height:
             raise UserError(f"{rect} reaches outside the layout of {self.width} x {self.height} PEs")

@@ -6,7 +6,6 @@ from openwafer.chrome_trace import Event, document, process_event, slice_event
 from openwafer.fabric.engine import EngineMachine
 
 FIRST_THREAD = 100  # span kinds from here on are threads of the core, below are tasks
-MAX_SPANS = 500_000
 
 
 def trace(machine: EngineMachine) -> str:
@@ -15,7 +14,7 @@ def trace(machine: EngineMachine) -> str:
     programs = [[task.name for task in program.tasks] for program in layout.programs]
     events: list[Event] = []
     named: set[int] = set()
-    for pe, kind, start, end in machine.spans[:MAX_SPANS].tolist():
+    for pe, kind, start, end in machine.spans.tolist():
         if pe not in named:
             named.add(pe)
             events.append(process_event(pe, f"PE ({pe % layout.width}, {pe // layout.width})"))
@@ -27,5 +26,5 @@ def trace(machine: EngineMachine) -> str:
 
 
 def busy_share(machine: EngineMachine, cycles: int) -> np.ndarray:
-    """[height, width]: share of cycles in which each PE's main thread worked."""
+    """[height, width]: share of cycles in which each PE's main thread worked or moved a word."""
     return machine.busy.reshape(machine.layout.height, machine.layout.width) / max(1, cycles)

@@ -18,6 +18,7 @@ import numpy as np
 
 from openwafer.errors import UserError
 from openwafer.fabric.isa import INSTRUCTION_WORDS, NONE, Dtype, Fabric, Field, Mem, Op, Operand, Reg, encode_operand
+from openwafer.fabric.signature import check_memory, check_number, check_scalar, check_skip_zeros, check_vector
 from openwafer.systems import Wafer
 
 MAX_TASKS = 32
@@ -68,6 +69,7 @@ class ProgramBuilder:
     memory_bytes: int = 0
     num_registers: int = 0
     _then: list[tuple[int, int, str]] = field(default_factory=list)  # instruction, column, task name
+    _in_task: bool = False
 
     # -- resources ---------------------------------------------------------------------------------------
 
@@ -76,6 +78,8 @@ class ProgramBuilder:
         if name in self.arrays:
             raise UserError(f"{self.name}: array {name!r} is declared twice: use another name")
         kind = parse_dtype(dtype)
+        if length < 1:
+            raise UserError(f"{self.name}: array {name!r} must have at least one element, got {length}")
         base = (self.memory_bytes + 7) // 8 * 8
         if bank is not None:
             if bank not in range(0, self.wafer.num_banks, 2):
@@ -116,6 +120,8 @@ class ProgramBuilder:
     def _bind(self, queues: dict[int, int], colour: int, sizes: tuple[int, ...], what: str) -> None:
         if colour in queues:
             return
+        if colour not in range(self.wafer.num_colours):
+            raise UserError(f"{self.name}: colour must be from 0 to {self.wafer.num_colours - 1}, got {colour}")
         if len(queues) == len(sizes):
             raise UserError(
                 f"{self.name}: colour {colour} needs an {what} queue, and a PE of {self.wafer.name} has "
@@ -136,10 +142,15 @@ class ProgramBuilder:
         """
         if len(self.tasks) == MAX_TASKS:
             raise UserError(f"{self.name}: more than {MAX_TASKS} tasks")
+        if self._in_task or any(task.name == name for task in self.tasks):
+            reason = "is inside another task" if self._in_task else "is declared twice: use another name"
+            raise UserError(f"{self.name}: task {name!r} {reason}")
         register = 0 if word is None else word.index
         self.tasks.append(Task(name, start, None if on is None else on.colour, register, len(self.rows)))
+        self._in_task = True
         yield
         self._emit(Op.END)
+        self._in_task = False
 
     @contextmanager
     def loop(self, count: int | Reg, *, overhead: int | None = None) -> Iterator[Reg]:
@@ -165,6 +176,7 @@ class ProgramBuilder:
 
     def wait(self, thread: int) -> None:
         """Go on when the asynchronous instruction of `thread` has completed."""
+        self._check_thread(thread)
         self._emit(Op.WAIT, imm=thread)
 
     # -- vector instructions -----------------------------------------------------------------------------
@@ -193,13 +205,14 @@ class ProgramBuilder:
         kind = parse_dtype(dtype) if dtype is not None else memory[0].dtype
         size = length if length is not None else memory[0].length
         streams = [o for o in (a, b, dst) if isinstance(o, Fabric)]
-        if isinstance(a, Fabric) and isinstance(b, Fabric):
-            raise UserError(f"{self.name}: {op.name} reads two streams: receive one into memory first")
-        if thread is not None and (not streams or thread not in range(self.wafer.num_microthreads)):
-            raise UserError(
-                f"{self.name}: thread {thread}: asynchronous instructions need a fabric operand and a thread "
-                f"from 0 to {self.wafer.num_microthreads - 1}"
-            )
+        if (thread is not None or then is not None) and not streams:
+            raise UserError(f"{self.name}: {op.name} without fabric operand takes neither thread= nor then=")
+        if thread is not None:
+            self._check_thread(thread)
+        check_vector(op, kind, dst, a, b)
+        check_memory(op, memory, size, kind if dtype is None else None)
+        if skip_zeros:
+            check_skip_zeros(op, dst, streams, kind)
         self._check_streams(a, b, dst)
         row = self._emit(
             op, dst=dst, a=a, b=b, dtype=kind, length=size if isinstance(size, int) else 0, length_reg=_index(size),
@@ -207,6 +220,10 @@ class ProgramBuilder:
         )  # fmt: skip
         if then is not None:
             self._then.append((row, Field.THEN, then))
+
+    def _check_thread(self, thread: int) -> None:
+        if thread not in range(self.wafer.num_microthreads):
+            raise UserError(f"{self.name}: thread must be from 0 to {self.wafer.num_microthreads - 1}, got {thread}")
 
     def _check_streams(self, a: Operand | None, b: Operand | None, dst: Operand | None) -> None:
         for operand in (a, b):
@@ -235,9 +252,13 @@ class ProgramBuilder:
 
     def tile(self, c: Mem, a: Mem, b: Mem, *, m: int, n: int, k: int, outer_n: bool = False) -> None:
         """c[m, n] += a[m, k] @ b[k, n], all column-major; the outer of its two loops runs over k, or over n."""
+        if min(m, n, k) < 1:
+            raise UserError(f"{self.name}: tile sizes must be at least 1, got m={m}, n={n}, k={k}")
         for name, operand, size in (("c", c, m * n), ("a", a, m * k), ("b", b, k * n)):
-            if operand.length < size or operand.dtype != c.dtype:
-                raise UserError(f"{self.name}: tile operand {name} must have {size} elements of {c.dtype.name}")
+            if operand.length < size or operand.dtype != c.dtype or operand.stride != 1:
+                raise UserError(
+                    f"{self.name}: tile operand {name} must have {size} elements of {c.dtype.name} in a row"
+                )
         self._emit(Op.TILE, dst=c, a=a, b=b, dtype=c.dtype, length=m, n=n, k=k, imm=int(outer_n))
 
     def control(self, stream: Fabric) -> None:
@@ -254,11 +275,14 @@ class ProgramBuilder:
 
     def set(self, register: Reg, value: float) -> None:
         """An integer, or a float as fp32."""
+        if isinstance(value, int):
+            check_number(value)
         bits = value if isinstance(value, int) else struct.unpack("<i", struct.pack("<f", value))[0]
         self._emit(Op.SET, dst=register, imm=bits)
 
     def scalar(self, op: Op, dst: Reg, a: Reg, b: Reg | int | None = None) -> None:
         """IADD, IMUL, ILT, IEQ (b a register or a number), FADD, FMUL, FMAX, FEXP, FRSQRT, FRECIP."""
+        check_scalar(op, b)
         immediate = b if isinstance(b, int) else 0
         self._emit(op, dst=dst, a=a, b=b if isinstance(b, Reg) else None, imm=immediate)
 
@@ -289,7 +313,7 @@ class ProgramBuilder:
         dtype: Dtype = Dtype.f32, length: int = 0, length_reg: int = NONE, thread: int | None = None, imm: int = 0,
         n: int = 0, k: int = 0, target: int = 0, skip_zeros: bool = False,
     ) -> int:  # fmt: skip
-        if not self.tasks:
+        if not self._in_task:
             raise UserError(f"{self.name}: {op.name} outside a task: write it inside `with pe.task(...)`")
         row = [int(op), int(dtype), length, length_reg]
         for operand in (dst, a, b):

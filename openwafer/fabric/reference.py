@@ -6,6 +6,8 @@ In cycle t every decision looks only at the state at the start of t:
   route at once, arrives a hop later (a ramp later at a core), and takes up room from the next cycle on.
 - A link carries one word per cycle. A colour that used its links in the cycle before and can move over the same
   links keeps them; the others follow in the order in which they began to wait, then by colour.
+- A queue or a fabric instruction that could move a word but for a link, for room (or a switch that does not take the
+  word from this side) or for words is stalled until it moves, and the stall counts for what was lacking at first.
 - After a control wavelet has moved, the colour's switch in that router is in its next position.
 - Then the cores act: completions, then the main thread.
 """
@@ -13,7 +15,7 @@ In cycle t every decision looks only at the state at the start of t:
 from collections import deque
 from dataclasses import dataclass, field
 
-from openwafer.fabric.core import Core, Operation, Queues, Trap
+from openwafer.fabric.core import MAIN, Core, Operation, Queues, Trap
 from openwafer.fabric.fault import ArchitectureError, Fault
 from openwafer.fabric.image import Image
 from openwafer.fabric.layout import EAST, NORTH, RAMP, SOUTH, WEST, Route, opposite
@@ -42,6 +44,7 @@ class Node:
     last_fired: int | None = None
     last_links: int = 0
     waits_since: int | None = None
+    waits_for: str = ""
     num_fired: int = 0
 
     def room(self) -> bool:
@@ -73,6 +76,7 @@ class ReferenceMachine(Queues):
         self._make_nodes()
         self.last_event = 0
         self.link_words = 0  # over the four mesh links
+        self.stalls = {"room": 0, "link": 0, "words": 0}  # cycles, by what was lacking at first
 
     def _make_nodes(self) -> None:
         # The pipeline registers before a queue hold words besides those in the queue itself.
@@ -116,7 +120,7 @@ class ReferenceMachine(Queues):
             (core, operation)
             for core in self.cores.values()
             for operation in core.threads.values()
-            if self._can_move(core, operation, t)
+            if t >= operation.start and operation.remaining and self._can_move(core, operation, t)
         ]
         self._commit(moves, operations, t)
         active = bool(moves or operations)
@@ -148,7 +152,7 @@ class ReferenceMachine(Queues):
                     taken |= links
                     moves.append((node, links, targets))
                 elif node.waits_since is None:
-                    node.waits_since = t
+                    node.waits_since, node.waits_for = t, "link" if links & taken else "room"
         return moves
 
     def _outputs(self, node: Node) -> tuple[int, list[Node]]:
@@ -176,11 +180,14 @@ class ReferenceMachine(Queues):
         return all(target.room() and target.accepts(side) for target, side in zip(targets, sides, strict=True))
 
     def _can_move(self, core: Core, operation: Operation, t: int) -> bool:
-        if t < operation.start or operation.remaining == 0:
-            return False
+        lacks = None
         if operation.source is not None and not self.inputs[core.pe, operation.source].ready(t):
-            return False
-        return operation.target is None or self.outputs[core.pe, operation.target].room()
+            lacks = "words"
+        elif operation.target is not None and not self.outputs[core.pe, operation.target].room():
+            lacks = "room"
+        if lacks is not None and operation.waits_since is None:
+            operation.waits_since, operation.waits_for = t, lacks
+        return lacks is None
 
     def _commit(
         self, moves: list[tuple[Node, int, list[Node]]], operations: list[tuple[Core, Operation]], t: int
@@ -191,7 +198,8 @@ class ReferenceMachine(Queues):
             self._move_operation(core, operation, t)
         for node, links, targets in moves:
             word = node.words.popleft()
-            node.last_fired, node.last_links, node.waits_since = t, links, None
+            self._end_stall(node, t)
+            node.last_fired, node.last_links = t, links
             node.num_fired += 1
             self.link_words += (links & 15).bit_count()
             for target in targets:
@@ -203,8 +211,16 @@ class ReferenceMachine(Queues):
             if word.control:
                 node.advance()
 
+    def _end_stall(self, mover: Node | Operation, t: int) -> None:
+        if mover.waits_since is not None:
+            self.stalls[mover.waits_for] += t - mover.waits_since
+            mover.waits_since = None
+
     def _move_operation(self, core: Core, operation: Operation, t: int) -> None:
+        self._end_stall(operation, t)
         operation.remaining -= 1
+        if operation.thread == MAIN:
+            core.busy_cycles += 1
         if operation.remaining == 0:
             operation.done_at = t + 1
         if operation.source is None:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -21,9 +21,9 @@ MAX_CYCLES = 2**31 - 2
 
 @dataclass(frozen=True, kw_only=True)
 class Stalls:
-    """Cycles that movers waited, summed over all of them, by cause."""
+    """Cycles that movers waited, summed over all of them, by what they lacked at first."""
 
-    room: int  # the next queue was full
+    room: int  # the next queue was full, or its switch was turned away
     link: int  # another colour used the link
     words: int  # a fabric instruction had nothing to read
 
@@ -34,11 +34,9 @@ class Report:
 
     cycles: int
     num_pes: int  # PEs with a program
-    pe_utilisation: float  # share of PE-cycles in which the main thread worked
+    pe_utilisation: float  # share of PE-cycles in which the main thread worked or its fabric instruction moved a word
     link_utilisation: float  # share of link-cycles of the four mesh links in which a word moved
     stalls: Stalls
-    io_words: int  # that the host copied in and out
-    io_cycles: int  # what that takes over the system's links, not overlapped with the run
     events: int
 
     @property
@@ -53,7 +51,7 @@ class Simulation:
         self.layout, self.engine = layout, _available(engine)
         self.image = Image(layout)
         self.trace = trace
-        self.io_words = 0
+        self.io_words = 0  # that the host copied in and out so far
         self.machine: EngineMachine | ReferenceMachine | None = None
 
     def write(self, name: str, values: np.ndarray, rect: Rect | None = None) -> None:
@@ -65,6 +63,14 @@ class Simulation:
         values = self.image.read(name, rect)
         self.io_words += -(-values.nbytes // 4)
         return values
+
+    @property
+    def io_cycles(self) -> int:
+        """What the host's copies take over the system's links; not overlapped with the run."""
+        wafer = self.layout.wafer
+        system = next(system for system in SYSTEMS.values() if system.wafer.name == wafer.name)
+        per_cycle = replace(system, wafer=wafer).io_words_per_cycle  # the clock may be another
+        return 0 if per_cycle is None else round(self.io_words / per_cycle)
 
     def run(self, max_cycles: int = MAX_CYCLES, progress: Callable[[int], None] | None = None) -> Report:
         assert self.machine is None, "a simulation runs once"
@@ -84,17 +90,13 @@ class Simulation:
         else:
             assert machine is not None
             busy, link_words, events = machine.busy_cycles, machine.link_words, 0
-            room = link = words = 0
-        system = next(system for system in SYSTEMS.values() if system.wafer.name == layout.wafer.name)
-        per_cycle = system.io_words_per_cycle
+            room, link, words = (machine.stalls[cause] for cause in ("room", "link", "words"))
         return Report(
             cycles=cycles,
             num_pes=num_pes,
             pe_utilisation=busy / max(1, cycles * num_pes),
             link_utilisation=link_words / max(1, cycles * links),
             stalls=Stalls(room=room, link=link, words=words),
-            io_words=self.io_words,
-            io_cycles=0 if per_cycle is None else round(self.io_words / per_cycle),
             events=events,
         )
 

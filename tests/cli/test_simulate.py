@@ -31,10 +31,51 @@ def test_heat_map_and_trace_are_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert "cycles" in capsys.readouterr().out
 
 
+def test_a_long_trace_is_cut_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("openwafer.fabric.engine.MAX_SPANS", 7)
+    trace = tmp_path / "trace.json"
+    assert main(["simulate", "broadcast", "--width", "5", "--height", "4", "--trace", str(trace)]) == 0
+    assert sum(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"]) == 7
+    assert "the trace ends early, after 7 tasks and transfers" in capsys.readouterr().err
+
+
+def test_host_copies_count_both_ways_and_in_cycles_of_the_chosen_clock(capsys: pytest.CaptureFixture[str]) -> None:
+    cycles = []
+    for clock in ("1.1", "2.2"):
+        assert main(["simulate", "reduce", "--num_pes", "100", "--words", "500", "--clock_ghz", clock, "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["io_words"] == 2 * 100 * 500  # all vectors in, all back
+        cycles.append(result["io_cycles"])
+    assert cycles == [round(100_000 * 32 / 1.2e12 * 1.1e9), round(100_000 * 32 / 1.2e12 * 2.2e9)]
+
+
 def test_a_png_heat_map_is_chosen_by_its_suffix(tmp_path: Path) -> None:
     picture = tmp_path / "wafer.PNG"
     assert main(["simulate", "broadcast", "--width", "5", "--height", "4", "--heat_map", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_progress_goes_to_a_terminal_and_leaves_stdout_to_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(["simulate", "axpy", "--sparsity", "0", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["cycles"] > 40_000
+    assert "\rcycle 20,000\rcycle 40,000" in printed.err
+
+
+def test_the_reference_reports_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    results = []
+    for engine in ("c", "reference"):
+        flags = ["--width", "3", "--height", "3", "--depth", "24", "--engine", engine, "--json"]
+        assert main(["simulate", "stencil", *flags]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    same = ("cycles", "pe_utilisation", "link_utilisation", "stalls", "io_words", "io_cycles", "max_error")
+    assert [results[0][key] for key in same] == [results[1][key] for key in same]
+    assert min(results[0]["stalls"].values()) > 0
 
 
 def test_another_suffix_is_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,8 +96,19 @@ def test_another_suffix_is_refused_before_the_run(tmp_path: Path, capsys: pytest
         (["gemv", "--grid", "7", "--size", "10"], "--size must be a multiple of --grid, got 10 and 7"),
         (["reduce", "--num_pes", "800"], "at most 750 on wse2"),
         (["reduce", "--clock_ghz", "0"], "--clock_ghz must be above 0"),
+        (["reduce", "--clock_ghz", "inf"], "--clock_ghz must be above 0 and finite, got inf"),
+        (["reduce", "--seed", "-1"], "--seed must not be negative, got -1"),
+        (["reduce", "--num_pes", "-5"], "--num_pes must be at least 2, got -5"),
+        (["reduce", "--algorithm", "ring"], "--algorithm must be one of chain, two_phase, tree, got 'ring'"),
+        (["reduce", "--words", "20000"], "array 'x' ends at byte 80000, a PE of wse2 has 49152"),
+        (["gemm", "--grid", "800", "--size", "800"], "800 x 800 PEs does not fit wse2: at most 750 x 994"),
+        (["gemm", "--grid", "7", "--size", "56", "--algorithm", "mesh"], "--grid must be even for --algorithm mesh"),
+        (["reduce", "--trace", "no/such/folder.json"], "cannot write no/such/folder.json: its folder does not exist"),
     ],
 )
 def test_mistakes_get_one_sentence(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *argv]) == 2
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out

@@ -45,7 +45,7 @@ def paths(draw: st.DrawFn, width: int, height: int) -> list[tuple[int, int, int 
 @st.composite
 def scenarios(draw: st.DrawFn) -> dict:
     """Colours with their paths, and for each PE a list of actions."""
-    width, height = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    width, height = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     actions: dict[tuple[int, int], list[tuple]] = {(x, y): [] for x in range(width) for y in range(height)}
     colours = []
     for colour in range(draw(st.integers(1, 4))):
@@ -178,6 +178,7 @@ def outcome(scenario: dict, engine: str) -> tuple:
         report.cycles,
         report.pe_utilisation,
         report.link_utilisation,
+        report.stalls,
         memory.tobytes(),
         simulation.image.registers.tobytes(),
     )
@@ -189,6 +190,18 @@ def test_engine_and_reference_agree(scenario: dict) -> None:
     if not any(scenario["actions"].values()):
         return
     assert outcome(scenario, "c") == outcome(scenario, "reference")
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(scenarios().filter(lambda scenario: scenario["height"] >= 4 and any(scenario["actions"].values())))
+def test_two_threads_agree_with_one(scenario: dict) -> None:
+    """The mesh is split into two bands of rows."""
+    results = []
+    for num_threads in (1, 2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("openwafer.fabric.engine._suitable_threads", lambda _, number=num_threads: number)
+            results.append(outcome(scenario, "c"))
+    assert results[0] == results[1]
 
 
 @st.composite

@@ -146,7 +146,7 @@ void step_pe(Engine *e, u32 pe, i32 t) {
     if (p->ready_at != t) return;
     const Program *program = e->programs + p->program;
     i32 now = t;
-    while (!e->fault) {
+    for (;;) {
         if (p->pc < 0) {
             if (now > t) {
                 later(e, pe, p, now);

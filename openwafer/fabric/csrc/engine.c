@@ -38,8 +38,10 @@ void *allocate(Engine *e, size_t size) {
     return memory;
 }
 
+/* Words move before cores act, so a collision comes first; of several cores that fail in one cycle the first PE. */
 void fail(Engine *e, i32 fault, u32 pe, i32 cycle, i32 detail) {
-    if (e->fault) return;
+    int is_later = fault != FAULT_COLLISION && (u32)e->fault_pe <= pe;
+    if (e->fault && (e->fault_cycle < cycle || e->fault == FAULT_COLLISION || is_later)) return;
     e->fault = fault;
     e->fault_pe = (i32)pe;
     e->fault_cycle = cycle;
@@ -47,6 +49,7 @@ void fail(Engine *e, i32 fault, u32 pe, i32 cycle, i32 detail) {
 }
 
 void add_span(Engine *e, u32 pe, i32 kind, i32 start, i32 end) {
+    if (e->num_spans >= (u32)e->tracing) return; /* enough */
     e->spans = grow(e, e->spans, &e->room_spans, e->num_spans + 1, sizeof(Span));
     e->spans[e->num_spans++] = (Span){(i32)pe, kind, start, end};
 }
@@ -93,7 +96,7 @@ static void cycle(Engine *e, Team *team, i32 t) {
         if (leads) for (u32 i = 0; i < team->num_bands; i++) start_border(team->bands[i], t);
         barrier(team);
     }
-    for (u32 i = 0; i < e->num_ready && !e->fault; i++) {
+    for (u32 i = 0, failed = e->fault != 0; i < e->num_ready && !failed; i++) {
         look_ahead_pe(e, e->ready_pes, e->num_ready, i);
         step_pe(e, e->ready_pes[i], t);
     }

@@ -55,35 +55,39 @@ static void stop_node(Engine *e, u32 id, Node *node, int may_start, i32 t) {
         add_starter(e, node_of(e, node->pe, node->kind, (u32)__builtin_ctz(*waiting)));
 }
 
+/* It has words, but a target is full, and would be found full again in this cycle. */
+static void hold_up(Engine *e, u32 id, Node *node, i32 t) {
+    stop_node(e, id, node, 0, t);
+    node->waits_since = t;
+    node->cause = WAIT_ROOM;
+}
+
 static void continue_node(Engine *e, u32 id, i32 t) {
     Node *node = e->nodes + id;
     const Run *run = e->runs + node->head;
     i32 taken = node->taken + t - node->fire_start;
     if (run->count != OPEN && taken == run->count) {
         pop_run(e, node);
-        if (node->head != NIL && e->runs[node->head].arrives <= t && wanted_links(e, node, t) == node->links &&
-            targets_free(e, id, node, node->links, t)) {
+        if (node->head == NIL || e->runs[node->head].arrives > t || wanted_links(e, node, t) != node->links)
+            stop_node(e, id, node, 1, t);
+        else if (targets_free(e, id, node, node->links, t)) {
             end_run(e, node, t);
             begin_run(e, id, node, t);
-            return;
-        }
-        stop_node(e, id, node, 1, t);
+        } else
+            hold_up(e, id, node, t);
     } else if (wanted_links(e, node, t) != node->links) {
         stop_node(e, id, node, 1, t);
         node->taken = taken;
     } else if (!targets_free(e, id, node, node->links, t)) {
-        stop_node(e, id, node, 0, t); /* it would find the same targets full again in this cycle */
+        hold_up(e, id, node, t);
         node->taken = taken;
-        node->waits_since = t;
-        node->cause = WAIT_ROOM;
     } else
         for (u32 rest = node->links; rest; rest &= rest - 1)
             schedule_full(e, id, e->nodes + target_of(e, node, __builtin_ctz(rest)), t);
 }
 
 static void wait_here(Engine *e, Node *node, u8 cause, i32 t) {
-    if (node->waits_since < 0) node->waits_since = t;
-    node->cause = cause;
+    if (node->waits_since < 0) node->waits_since = t, node->cause = cause;
     schedule_fill(e, node, t);
 }
 

@@ -260,7 +260,7 @@ void complete(Engine *e, Pe *p, u32 thread, i32 t) {
     e->free_operation = index;
     p->threads[thread] = NIL;
     if (t > p->last_event) p->last_event = t; /* the main thread may have run ahead */
-    if (thread == MAIN_THREAD) p->ready_at = t;
+    if (thread == MAIN_THREAD) p->ready_at = t, p->busy += op->taken;
     if (thread == p->waits_for) {
         p->waits_for = NUM_THREADS;
         p->busy += e->costs.task_start;

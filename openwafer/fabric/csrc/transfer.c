@@ -82,6 +82,15 @@ static void stop_operation(Engine *e, u32 id, Operation *op, u8 cause, i32 t) {
     e->ready_pes[e->num_ready++] = op->pe;
 }
 
+/* Whether an operation that fires has come to the end of what arrived. */
+static int lacks_words(const Engine *e, const Operation *op, i32 t) {
+    if (op->input == NIL) return 0;
+    const Node *node = e->nodes + op->input;
+    const Run *run = e->runs + node->head;
+    return run->count != OPEN && node->taken + t - op->fire_start == run->count &&
+           (run->next == NIL || e->runs[run->next].arrives > t);
+}
+
 void continue_operation(Engine *e, u32 id, i32 t) {
     Operation *op = e->operations + (id & ID_INDEX);
     i32 fired = t - op->fire_start;
@@ -90,7 +99,7 @@ void continue_operation(Engine *e, u32 id, i32 t) {
         return;
     }
     if (op->output != NIL && !target_free(e, id, e->nodes + op->output, RAMP, t)) {
-        stop_operation(e, id, op, WAIT_ROOM, t);
+        stop_operation(e, id, op, lacks_words(e, op, t) ? WAIT_WORDS : WAIT_ROOM, t);
         return;
     }
     if (op->input != NIL) {
@@ -128,8 +137,7 @@ void start_operation(Engine *e, u32 id, i32 t) {
     }
     if (cause == WAIT_NONE && op->output != NIL && !target_free(e, id, e->nodes + op->output, RAMP, t)) cause = WAIT_ROOM;
     if (cause != WAIT_NONE) {
-        if (op->waits_since < 0) op->waits_since = t;
-        op->cause = cause;
+        if (op->waits_since < 0 || op->waits_since == t) op->waits_since = t, op->cause = cause;
         if (input) schedule_fill(e, input, t);
         return;
     }

@@ -189,7 +189,9 @@ void convert(i32 from, i32 to, i32 count, float *values) {
             memcpy(&whole, values + i, 4);
             values[i] = (float)whole;
         } else if (!is_integer(from) && is_integer(to)) {
-            whole = (i32)values[i];
+            double limit = to == T_I16 ? 32768.0 : 2147483648.0, value = values[i];
+            value = value != value ? 0 : value > limit - 1 ? limit - 1 : value < -limit ? -limit : value;
+            whole = (i32)value;
             memcpy(values + i, &whole, 4);
         }
     }

@@ -156,18 +156,12 @@ class TwoLevel:
         self._spread().emit(pe, index, vector, op)
 
     def cycles(self, wafer: Wafer, words: int) -> float:
-        """Per level: the chain from the end, then the other stream, which is waiting by then or still to come."""
-        total = self._spread().cycles(wafer, words)
+        """Per level: a root takes the chain from the end, then the other one, which waits by then or is to come."""
+        ready: dict[int, float] = {}
         for level in self._levels():
-            total += max(self._both(wafer, words, *level[i : i + 2]) for i in range(0, len(level), 2))
-        return total
-
-    @staticmethod
-    def _both(wafer: Wafer, words: int, from_end: Chain, from_start: Chain) -> float:
-        end, start = (chain.cycles(wafer, words) if len(chain.members) > 1 else 0.0 for chain in (from_end, from_start))
-        if not end or not start:
-            return end + start
-        return max(end + wafer.costs.fabric_startup + words, start)
+            for chain in level:
+                ready[chain.members[-1]] = chain.finish(wafer, words, ready)
+        return ready[self._root()] + self._spread().cycles(wafer, words)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,13 +38,18 @@ def receiver(pe: ProgramBuilder, *, num_pes: int, words: int) -> None:
 def formula(config: GatherConfig, wafer: Wafer) -> float:
     """The first piece, then all others, each behind the control wavelet of the one before.
 
-    Between a piece and its control wavelet lies the start of an instruction, unless the output queue hides it.
+    Between a piece and its control wavelet lies the start of an instruction, as far as the output queue does not hide
+    it. A piece that fits the queues of core and router is followed by its control wavelet at once: then only the
+    switch takes time. The first piece passes at once, its control wavelet never waits anywhere.
     """
     costs = wafer.costs
     queue = wafer.output_queue_words[0] + costs.forward_latency - 1
-    gap = costs.fabric_startup if queue < costs.fabric_startup else costs.forward_latency
-    first = costs.fabric_startup + config.words + 2 * wafer.ramp_cycles + costs.forward_latency + wafer.hop_cycles
-    return costs.task_start + first + (config.num_pes - 1) * (config.words + 1 + gap)
+    if config.words <= queue + wafer.router_queue_words:
+        gap = wafer.hop_cycles
+    else:
+        gap = costs.fabric_startup if queue < costs.fabric_startup else costs.forward_latency
+    first = 2 * costs.fabric_startup + config.words + 2 * wafer.ramp_cycles + costs.forward_latency - gap
+    return costs.task_start + first + 2 * wafer.hop_cycles + (config.num_pes - 1) * (config.words + 1 + gap)
 
 
 def run(config: GatherConfig, wafer: Wafer, setting: Setting) -> Outcome:

@@ -63,8 +63,16 @@ class Chain:
             pe.vector(op, pe.send(self._colour(rank)), vector, pe.receive(self._colour(rank - 1)))
 
     def cycles(self, wafer: Wafer, words: int) -> float:
-        distances = [abs(a - b) for a, b in zip(self.members, self.members[1:], strict=False)]
-        return wafer.costs.fabric_startup + words + sum(step_cycles(wafer, d) for d in distances)
+        return self.finish(wafer, words, {})
+
+    def finish(self, wafer: Wafer, words: int, ready: dict[int, float]) -> float:
+        """When the root has the sum, if members are `ready` at these times (others at 0): the slowest way to it."""
+        latest = ready.get(self.members[0], 0.0)  # of the first word, without the start of an instruction
+        if len(self.members) == 1:
+            return latest  # nothing to receive
+        for before, member in zip(self.members, self.members[1:], strict=False):
+            latest = max(latest + step_cycles(wafer, abs(before - member)), ready.get(member, 0.0))
+        return latest + wafer.costs.fabric_startup + words
 
 
 def route_line(axis: Axis, colour: int, sender: int, receiver: int) -> None:
@@ -103,7 +111,8 @@ class TwoPhase:
         self._roots().emit(pe, index, vector, op)
 
     def cycles(self, wafer: Wafer, words: int) -> float:
-        return self._groups()[0].cycles(wafer, words) + self._roots().cycles(wafer, words)
+        """The last group may be shorter, and ready before the others."""
+        return self._roots().finish(wafer, words, {g.members[-1]: g.cycles(wafer, words) for g in self._groups()})
 
 
 @dataclass(frozen=True)
@@ -136,8 +145,15 @@ class Tree:
                     pe.vector(op, vector, vector, pe.receive(colour))
 
     def cycles(self, wafer: Wafer, words: int) -> float:
-        per_round = wafer.costs.fabric_startup + words
-        return sum(per_round + step_cycles(wafer, 1 << level) for level in range(self.num_rounds))
+        return self._finish(wafer, words, self.length)
+
+    def _finish(self, wafer: Wafer, words: int, length: int) -> float:
+        """Both halves, then the second to the first; the second is smaller if `length` is no power of two."""
+        if length == 1:
+            return 0.0
+        first = 1 << ((length - 1).bit_length() - 1)
+        arrived = self._finish(wafer, words, length - first) + step_cycles(wafer, first)
+        return max(arrived, self._finish(wafer, words, first)) + wafer.costs.fabric_startup + words
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,8 @@ def emit(pe: ProgramBuilder, collective: Collective, index: int, x: Mem, gain: M
 
 
 def program(pe: ProgramBuilder, *, collective: Collective, index: int, size: int, total: int) -> None:
-    x, gain, out = (pe.array(name, size) for name in ("x", "gain", "out"))
+    # Of two operands that are read together, each has banks of its own.
+    x, gain, out = pe.array("x", size), pe.array("gain", size, bank=2), pe.array("out", size, bank=0)
     with pe.task("main", start=True):
         emit(pe, collective, index, x, gain, out, total)
 

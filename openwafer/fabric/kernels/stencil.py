@@ -61,20 +61,22 @@ def step(pe: ProgramBuilder, u: Mem, out: Mem, halo: dict[int, Mem], odd: int, w
 
 
 def formula(config: StencilConfig, wafer: Wafer) -> float:
-    """Of an inner PE: eight issues, seven multiply-accumulates, eight waits, or the transfer if that is longer."""
+    """Of the PE with most neighbours (S, four but at the smallest sizes): 2 S issues, S + 3 products, 2 S waits, or the
+    transfer if that is longer."""
     costs, depth = wafer.costs, config.depth
+    sides = min(2, config.width - 1) + min(2, config.height - 1)
     copy = vector_cycles(wafer, Op.MOV, Dtype.f32, depth, [(8, 1)], (0, 1))
     product = vector_cycles(wafer, Op.MUL, Dtype.f32, depth, [(0, 1)], (8, 1))
     shifted = vector_cycles(wafer, Op.MAC, Dtype.f32, depth - 1, [(4, 1)], (8, 1))
     aligned = vector_cycles(wafer, Op.MAC, Dtype.f32, depth, [(0, 1)], (8, 1))
     local = product + 2 * shifted
-    # Four streams share the ramp of a core, in and out.
-    transfer = 4 * depth + step_cycles(wafer)
+    # The streams share the ramp of a core, in and out.
+    transfer = sides * depth + step_cycles(wafer)
     step = (
-        8 * costs.fabric_startup
-        + max(local, transfer - 6 * costs.fabric_startup)
-        + 4 * aligned
-        + 8 * costs.task_start
+        2 * sides * costs.fabric_startup
+        + max(local, transfer - (2 * sides - 2) * costs.fabric_startup)
+        + sides * aligned
+        + 2 * sides * costs.task_start
         + copy
     )
     return costs.task_start + 2 * costs.scalar + config.steps * (step + costs.scalar)

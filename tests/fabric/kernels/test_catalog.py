@@ -32,8 +32,29 @@ SMALL = [
 ]
 
 
+# Short vectors, groups of unequal size, lines of odd length, operands that meet in a bank.
+ODD = [
+    ("scatter", {"num_pes": 40, "words": 1}),
+    ("gather", {"num_pes": 40, "words": 1}),
+    ("gather", {"num_pes": 5, "words": 60}),
+    ("reduce", {"num_pes": 9, "words": 1, "algorithm": "tree"}),
+    ("reduce", {"num_pes": 60, "words": 1, "algorithm": "two_phase", "step": 16}),
+    ("reduce", {"num_pes": 9, "words": 3, "algorithm": "two_phase", "step": 600}),
+    ("allreduce", {"num_pes": 9, "words": 3, "group": 2}),
+    ("allreduce", {"num_pes": 2, "words": 700, "group": 40}),
+    ("gemv", {"grid": 10, "size": 120, "group": 15, "dtype": "bf16"}),
+    ("gemm", {"grid": 2, "size": 6, "algorithm": "mesh"}),
+    ("axpy", {"num_pes": 7, "tokens": 3, "inputs": 40, "outputs": 30, "sparsity": 0.99}),
+    ("axpy", {"num_pes": 1, "tokens": 20, "inputs": 3, "outputs": 2, "sparsity": 0.5}),
+    ("spmm", {"width": 8, "height": 3, "size": 96, "columns": 7, "density": 0.1}),
+    ("stencil", {"width": 2, "height": 2, "depth": 300, "steps": 4}),
+    ("softmax", {"num_pes": 40, "size": 1}),
+    ("rmsnorm", {"num_pes": 7, "size": 60, "group": 2}),
+]
+
+
 @pytest.mark.parametrize("chip", ["wse2", "wse3"])
-@pytest.mark.parametrize(("name", "options"), SMALL, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("name", "options"), SMALL + ODD, ids=lambda value: value if isinstance(value, str) else "")
 def test_values_and_formula(name: str, options: dict, chip: str) -> None:
     kernel = KERNELS[name]
     outcome = kernel.run(kernel.config(**options), WAFERS[chip], Setting(engine="c"))
@@ -65,6 +86,7 @@ def test_the_reference_takes_the_same_cycles(name: str, options: dict) -> None:
     assert fast.report.cycles == slow.report.cycles
     assert fast.report.pe_utilisation == slow.report.pe_utilisation
     assert fast.report.link_utilisation == slow.report.link_utilisation
+    assert fast.report.stalls == slow.report.stalls
     assert fast.simulation.image.memory.tobytes() == slow.simulation.image.memory.tobytes()
 
 

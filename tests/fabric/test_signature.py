@@ -1,0 +1,103 @@
+"""Programs that no machine could run are refused while they are built, with what to change."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from openwafer.errors import UserError
+from openwafer.fabric import Layout, Op, ProgramBuilder, Rect, Simulation
+from openwafer.systems import WSE2
+
+
+def build(statement: Callable[[ProgramBuilder, dict], None]) -> None:
+    def program(pe: ProgramBuilder) -> None:
+        arrays = {"x": pe.array("x", 4), "y": pe.array("y", 8), "h": pe.array("h", 8, "f16")}
+        arrays |= {"i": pe.array("i", 4, "i32"), "r": pe.register()}
+        with pe.task("main", start=True):
+            statement(pe, arrays)
+
+    Layout(WSE2, 1, 1).place(program)
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        (lambda pe, v: pe.mov(v["x"], pe.receive(24)), "colour must be from 0 to 23, got 24"),
+        (lambda pe, v: pe.mov(pe.send(-1), v["x"]), "colour must be from 0 to 23, got -1"),
+        (lambda pe, v: pe.wait(8), "thread must be from 0 to 7, got 8"),
+        (lambda pe, v: pe.mov(v["x"], pe.receive(0), thread=9), "thread must be from 0 to 7, got 9"),
+        (lambda pe, v: pe.add(v["x"], v["x"], v["x"], thread=1), "without fabric operand"),
+        (lambda pe, v: pe.add(v["x"], v["x"], v["x"], then="main"), "without fabric operand"),
+        (lambda pe, v: pe.add(v["x"], v["y"], v["y"]), "8 elements from an operand that has 4"),
+        (lambda pe, v: pe.add(v["x"], v["x"], v["x"], length=-1), "length must be from 0 to 49152, got -1"),
+        (lambda pe, v: pe.add(v["y"], v["h"], v["h"]), "operands of f16 and f32: convert one"),
+        (lambda pe, v: pe.add(v["x"], v["x"], None), "ADD takes two sources"),
+        (lambda pe, v: pe.vector(Op.MOV, v["x"], v["x"], v["x"]), "MOV takes one source"),
+        (lambda pe, v: pe.add(v["x"], pe.receive(0), pe.receive(1)), "reads two streams"),
+        (lambda pe, v: pe.mac(pe.send(0), v["x"], v["x"]), "MAC adds to its destination"),
+        (lambda pe, v: pe.vector(Op.SUM, v["x"], v["x"]), "its destination is a register"),
+        (lambda pe, v: pe.vector(Op.CONVERT, pe.send(0), v["x"]), "CONVERT goes from memory to memory"),
+        (lambda pe, v: pe.vector(Op.EXP, v["i"], v["i"]), "EXP is for floats, got i32"),
+        (lambda pe, v: pe.mov(pe.send(0), v["x"], skip_zeros=True), "skip_zeros is for sends of f16"),
+        (lambda pe, v: pe.mov(v["h"], pe.receive(0), skip_zeros=True), "skip_zeros is for sends of f16"),
+        (lambda pe, v: pe.tile(v["x"], v["x"], v["x"], m=0, n=1, k=1), "tile sizes must be at least 1"),
+        (lambda pe, v: pe.tile(v["x"], v["y"][::2], v["x"], m=2, n=2, k=2), "tile operand a must have 4 elements"),
+        (lambda pe, v: pe.set(v["r"], 2**31), "32 bits with sign, got 2147483648"),
+        (lambda pe, v: pe.scalar(Op.IADD, v["r"], v["r"], 2**40), "32 bits with sign"),
+        (lambda pe, v: pe.scalar(Op.FADD, v["r"], v["r"], 1), "FADD takes registers: put 1 into one"),
+        (lambda pe, v: pe.scalar(Op.FEXP, v["r"], v["r"], v["r"]), "FEXP takes one source"),
+        (lambda pe, v: pe.scalar(Op.ADD, v["r"], v["r"], v["r"]), "ADD is no instruction over registers"),
+        (lambda pe, v: pe.activate("other"), "no task 'other'; there are main"),
+        (lambda pe, v: pe.array("empty", 0), "at least one element, got 0"),
+        (lambda pe, v: pe.task("inner").__enter__(), "task 'inner' is inside another task"),
+    ],
+)
+def test_what_cannot_run_is_refused(statement: Callable[[ProgramBuilder, dict], None], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build(statement)
+
+
+def test_instructions_belong_into_tasks_with_names_of_their_own() -> None:
+    def after(pe: ProgramBuilder) -> None:
+        with pe.task("main", start=True):
+            pe.set(pe.register(), 1)
+        pe.set(pe.register(), 2)
+
+    def twice(pe: ProgramBuilder) -> None:
+        for _ in range(2):
+            with pe.task("main"):
+                pe.set(pe.register(), 1)
+
+    with pytest.raises(UserError, match="SET outside a task"):
+        Layout(WSE2, 1, 1).place(after)
+    with pytest.raises(UserError, match="task 'main' is declared twice"):
+        Layout(WSE2, 1, 1).place(twice)
+
+
+def test_host_copies_and_params_must_fit_the_layout() -> None:
+    def program(pe: ProgramBuilder) -> None:
+        pe.array("x", 4)
+        pe.param("n")
+
+    layout = Layout(WSE2, 3, 2)
+    layout.place(program)
+    with pytest.raises(UserError, match=r"param 'n' of \(2, 3\) PEs .* got \(2,\)"):
+        layout.param("n", np.arange(2))
+    simulation = Simulation(layout, engine="reference")
+    with pytest.raises(UserError, match="reaches outside the layout of 3 x 2 PEs"):
+        simulation.write("x", np.zeros(4), Rect(2, 0, 2, 1))
+    with pytest.raises(UserError, match=r"takes \(6, 4\) values, got \(5,\)"):
+        simulation.write("x", np.zeros(5))
+
+
+def test_too_many_programs_say_how_pes_share_one() -> None:
+    def program(pe: ProgramBuilder, *, sizes: object) -> None:
+        pe.array("x", 4)
+
+    layout = Layout(WSE2, 200, 1)
+    layout.program_of = layout.program_of.astype(np.int8)  # as if there were room for fewer
+    for x in range(128):
+        layout.place(program, Rect(x, 0), sizes=[4])
+    with pytest.raises(UserError, match=r"more than 128 programs: .*tuples, not lists"):
+        layout.place(program, Rect(128, 0), sizes=[4])
