@@ -35,11 +35,16 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Also for subparsers, which argparse makes itself: an abbreviation may mean another flag tomorrow.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        self._is_used = False
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        self._is_used = True
+        return super().parse_known_args(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         match = re.match(r"unrecognized arguments: (--[^ =]+)", message)
         if match:
-            message = unknown(f"flag {match[1]}", match[1], self._flags())
+            message = unknown(f"flag {match[1]}", match[1], dict.fromkeys(self._flags()))
         raise UserError(message)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
@@ -51,7 +56,8 @@ class Parser(argparse.ArgumentParser):
             yield from action.option_strings
             if isinstance(action, argparse._SubParsersAction):
                 # An unknown flag of `data prepare` is reported by the parser of `data`.
-                for subparser in action.choices.values():
+                parsers = action.choices.values()
+                for subparser in [parser for parser in parsers if parser._is_used] or parsers:
                     yield from subparser._flags()
 
 

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 from openwafer.config import add_flags, flag_values
 from openwafer.errors import UserError
 
+MOST = 1_000_000  # of PEs, words, rows, steps
+PAUSES_S = (0.5, 30.0)  # between two lines of progress: on a terminal, elsewhere
+
 if TYPE_CHECKING:
     from openwafer.fabric.kernels.outcome import Outcome
 
@@ -50,13 +53,15 @@ def run(args: argparse.Namespace) -> None:
     if args.engine == "reference" and (args.trace or args.heat_map):
         raise UserError("--trace and --heat_map need the C engine: leave out --engine reference")
     config = kernel.config(**flag_values(kernel.config, args))
-    progress = _show_progress if sys.stderr.isatty() else None
+    for name, value in dataclasses.asdict(config).items():
+        if isinstance(value, int) and value > MOST:
+            raise UserError(f"--{name} must be at most {MOST:,}, got {value:,}: no wafer has so many PEs or words")
+    progress = _Progress()
     setting = Setting(engine=args.engine, trace=args.trace is not None, progress=progress, seed=args.seed)
     start = time.perf_counter()
     outcome = kernel.run(config, chip, setting)
     wall_s = time.perf_counter() - start
-    if progress is not None:
-        print(file=sys.stderr)
+    progress.end()
     _write_files(outcome, args)
     result = summary(args.kernel, chip.name, outcome, wall_s, chip.seconds(outcome.report.cycles))
     if args.json:
@@ -83,8 +88,25 @@ def _check_files(args: argparse.Namespace) -> None:
             raise UserError(f"cannot write {path}: {reason}")
 
 
-def _show_progress(cycle: int) -> None:
-    print(f"\rcycle {cycle:,}", end="", file=sys.stderr, flush=True)
+class _Progress:
+    """The cycle, in place on a terminal, else as a line now and then."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._pause_s = PAUSES_S[0] if self._is_terminal else PAUSES_S[1]
+        self._shown_s = time.perf_counter()
+        self._is_shown = False
+
+    def __call__(self, cycle: int) -> None:
+        if time.perf_counter() < self._shown_s + self._pause_s:
+            return
+        self._shown_s, self._is_shown = time.perf_counter(), True
+        start, end = ("\r", "") if self._is_terminal else ("", "\n")
+        print(f"{start}cycle {cycle:,}", end=end, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._is_terminal and self._is_shown:
+            print(file=sys.stderr)
 
 
 def summary(kernel: str, system: str, outcome: "Outcome", wall_s: float, seconds: float) -> dict[str, Any]:

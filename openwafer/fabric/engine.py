@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -17,7 +18,7 @@ from openwafer.fabric.program import Program
 _pointer = ctypes.c_void_p
 PES_FOR_TWO_THREADS = 3000
 MAX_SPANS = 500_000  # of a trace: Perfetto opens no more, and a large GEMM has a billion
-STEP_CYCLES = 20_000  # between two calls of the progress function
+STEP_S = 0.25  # how long C runs before Python sees Ctrl-C and shows progress, about
 
 
 class _Program(ctypes.Structure):
@@ -102,15 +103,19 @@ class EngineMachine:
         return MAX_SPANS // self.num_threads if self.trace else 0
 
     def run(self, max_cycles: int, progress: Callable[[int], None] | None = None) -> int:
-        """Run to the end; returns the cycle of the last event in any core."""
+        """Run to the end; returns the cycle of the last event in any core. `progress` is told cycles now and then."""
         engine = library()
         handle = self._new(engine, max_cycles)
         try:
-            until = STEP_CYCLES if progress is not None else 2**31 - 2
+            until = step = 64
+            began = time.perf_counter()
             while engine.engine_run(handle, until):
-                assert progress is not None
-                progress(until)
-                until += STEP_CYCLES
+                took, began = time.perf_counter() - began, time.perf_counter()
+                if progress is not None:
+                    progress(until)
+                # Cycles take what happens in them: nanoseconds, or a second on a whole wafer.
+                step = max(1, step // 2) if took > 2 * STEP_S else step * 2 if took < STEP_S else step
+                until = min(until + step, 2**31 - 2)
             engine.engine_status(handle, self.status.ctypes.data)
             engine.engine_per_pe(handle, self.busy.ctypes.data, self.hops.ctypes.data)
             self.spans = np.zeros((int(self.status[11]), 4), np.int32)

@@ -1,6 +1,7 @@
 """`openwafer simulate`."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -57,14 +58,18 @@ def test_a_png_heat_map_is_chosen_by_its_suffix(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_progress_goes_to_a_terminal_and_leaves_stdout_to_json(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("is_terminal", "lines"), [(True, r"(\rcycle [\d,]+){5,}\n"), (False, r"(cycle [\d,]+\n){5,}")]
+)
+def test_progress_is_shown_and_leaves_stdout_to_json(
+    is_terminal: bool, lines: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    monkeypatch.setattr("openwafer.cli.simulate.PAUSES_S", (0.0, 0.0))
     assert main(["simulate", "axpy", "--sparsity", "0", "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["cycles"] > 40_000
-    assert "\rcycle 20,000\rcycle 40,000" in printed.err
+    assert re.fullmatch(lines, printed.err)
 
 
 def test_the_reference_reports_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +102,9 @@ def test_another_suffix_is_refused_before_the_run(tmp_path: Path, capsys: pytest
         (["reduce", "--num_pes", "800"], "at most 750 on wse2"),
         (["reduce", "--clock_ghz", "0"], "--clock_ghz must be above 0"),
         (["reduce", "--clock_ghz", "inf"], "--clock_ghz must be above 0 and finite, got inf"),
+        (["reduce", "--num_pes", "9" * 20], "--num_pes must be at most 1,000,000, got 99,999,999,999,999,999,999"),
+        (["stencil", "--steps", "99999999999"], "--steps must be at most 1,000,000, got 99,999,999,999"),
+        (["reduce", "--tokens", "4"], "unknown flag --tokens: known: --algorithm, --clock_ghz, --engine, --heat_map,"),
         (["reduce", "--seed", "-1"], "--seed must not be negative, got -1"),
         (["reduce", "--num_pes", "-5"], "--num_pes must be at least 2, got -5"),
         (["reduce", "--algorithm", "ring"], "--algorithm must be one of chain, two_phase, tree, got 'ring'"),

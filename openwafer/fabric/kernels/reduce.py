@@ -162,7 +162,7 @@ class ReduceConfig:
 
     num_pes: int = option(512, help="PEs in the row", minimum=2)
     words: int = option(4096, help="fp32 words per PE", minimum=1)
-    algorithm: Literal["chain", "two_phase", "tree"] = option("chain", help="how to reduce")
+    algorithm: Literal["chain", "two_phase", "tree"] = option("chain", help="how to reduce; tree: up to 256 PEs")
     step: int = option(8, help="PEs per group of the two-phase algorithm", minimum=2)
 
     def collective(self) -> Collective:
