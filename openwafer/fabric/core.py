@@ -151,6 +151,10 @@ class Core:
         register = row[Field.LENGTH_REG]
         return int(row[Field.LENGTH]) if register == NONE else max(0, int(self.registers[register]))
 
+    def _check_length(self, row: np.ndarray, length: int) -> None:
+        if length > MAX_LENGTH:
+            raise Trap(Fault.OUT_OF_BOUNDS, self._index(row))
+
     def _address(self, row: np.ndarray, at: Field) -> int:
         register = row[at + 2]
         return int(row[at + 1]) + (0 if register == NONE else int(self.registers[register]))
@@ -159,8 +163,7 @@ class Core:
         """Byte indices of a memory operand, [length, bytes per element]."""
         size, stride = dtype.num_bytes, int(row[at + 3])
         first = self._address(row, at)
-        if length > MAX_LENGTH:
-            raise Trap(Fault.OUT_OF_BOUNDS, self._index(row))
+        self._check_length(row, length)  # of a tile's operands too
         indices = first + size * stride * np.arange(length)[:, None] + np.arange(size)
         bad_alignment = first % size != 0
         if length and (bad_alignment or indices.min() < 0 or indices.max() >= self.program.memory_bytes):
@@ -184,6 +187,7 @@ class Core:
 
     def _vector(self, row: np.ndarray) -> int:
         op, dtype, length = Op(row[Field.OP]), Dtype(row[Field.DTYPE]), self._length(row)
+        self._check_length(row, length)
         a = self._operand(row, Field.A, length, dtype)
         b = self._operand(row, Field.B, length, dtype)
         assert a is not None
@@ -293,6 +297,7 @@ class Core:
                 raise Trap(Fault.QUEUE_BUSY, source)
             if target is not None and other.target == target:
                 raise Trap(Fault.QUEUE_BUSY, target)
+        self._check_length(row, length)
         cycles = self.wafer.costs.fabric_startup
         operation = Operation(thread, row, t + cycles, source, target, length, length, None)
         self._prepare(operation, Op(row[Field.OP]), dtype, reads)

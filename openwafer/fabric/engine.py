@@ -17,7 +17,7 @@ from openwafer.fabric.program import Program
 
 _pointer = ctypes.c_void_p
 PES_FOR_TWO_THREADS = 3000
-MAX_SPANS = 500_000  # of a trace: Perfetto opens no more, and a large GEMM has a billion
+MAX_SPANS = 500_000  # of a trace, some 80 bytes of JSON each: a large GEMM has a billion
 STEP_S = 0.25  # how long C runs before Python sees Ctrl-C and shows progress, about
 
 
@@ -91,12 +91,12 @@ class EngineMachine:
         self.busy = np.zeros(num_pes, np.int64)  # cycles the main thread of each PE worked
         self.hops = np.zeros(num_pes, np.int64)  # words each router forwarded
         self.spans = np.zeros((0, 4), np.int32)  # PE, task or 100 + thread, start, end
-        self.status = np.zeros(12, np.int64)
+        self.status = np.zeros(13, np.int64)
 
     @property
     def is_cut(self) -> bool:
         """Whether the trace has not all of the run."""
-        return self.trace and len(self.spans) >= self._max_spans()
+        return bool(self.status[12])
 
     def _max_spans(self) -> int:
         """Of each thread."""

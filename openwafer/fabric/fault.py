@@ -3,6 +3,7 @@
 from enum import IntEnum
 
 from openwafer.errors import UserError
+from openwafer.fabric.isa import MAX_LENGTH
 
 
 class Fault(IntEnum):
@@ -21,7 +22,8 @@ class Fault(IntEnum):
 
 REASONS = {
     Fault.COLLISION: "colour {detail} arrives from two inputs in one cycle: switch between them with control wavelets",
-    Fault.OUT_OF_BOUNDS: "instruction {detail} reaches outside the PE's memory",
+    Fault.OUT_OF_BOUNDS: "instruction {detail} reaches outside the PE's memory, or has more than "
+    f"{MAX_LENGTH} elements",
     Fault.QUEUE_BUSY: "colour {detail} is already in use by another instruction of this PE: wait for its completion",
     Fault.THREAD_BUSY: "thread {detail} is still running: use another one or wait for its completion",
     Fault.DEADLOCK: "deadlock: an instruction waits on colour {detail} and nothing moves any more",

@@ -10,6 +10,7 @@ import numpy as np
 
 from openwafer.errors import UserError
 from openwafer.fabric.program import Program, ProgramBuilder
+from openwafer.fabric.signature import register_number
 from openwafer.systems import Wafer
 
 NORTH, EAST, SOUTH, WEST, RAMP = range(5)
@@ -75,6 +76,9 @@ class Layout:
         self, function: Callable[..., None], rect: Rect | np.ndarray | None = None, **arguments: object
     ) -> Program:
         """Run `function(pe, **arguments)` on every PE of `rect` (everywhere by default; or a mask [height, width])."""
+        if isinstance(rect, np.ndarray) and (rect.dtype != bool or rect.shape != self.program_of.shape):
+            wanted, given = f"bool {self.program_of.shape}", f"{rect.dtype} {rect.shape}"
+            raise UserError(f"a mask of PEs (rows, columns) must be {wanted}, got {given}")
         key = (function, tuple(sorted(arguments.items())))
         index = self._placed.get(key) if _hashable(key) else None
         if index is None:
@@ -96,6 +100,9 @@ class Layout:
         """Set a `pe.param` register of every PE of `rect`: integers as they are, floats as fp32."""
         rect = self.everywhere if rect is None else rect
         array = np.asarray(values)
+        if array.dtype.kind in "iu" and array.size:
+            register_number(array.min())
+            register_number(array.max())
         bits = array.astype(np.int32) if array.dtype.kind in "iub" else array.astype(np.float32).view(np.int32)
         shape = self.program_of[self.inside(rect)].shape
         try:
@@ -129,6 +136,8 @@ class Layout:
     def inside(self, rect: Rect | None) -> tuple[slice, slice]:
         """Rows and columns of `rect` (None: everywhere), which must lie in the layout."""
         rect = self.everywhere if rect is None else rect
+        if min(rect.width, rect.height) < 0 or min(rect.dx, rect.dy) < 1:
+            raise UserError(f"{rect}: sizes must not be negative, steps at least 1")
         if rect.x < 0 or rect.y < 0 or rect.x + rect.width > self.width or rect.y + rect.height > self.height:
             raise UserError(f"{rect} reaches outside the layout of {self.width} x {self.height} PEs")
         return rect.slices

@@ -18,7 +18,14 @@ import numpy as np
 
 from openwafer.errors import UserError
 from openwafer.fabric.isa import INSTRUCTION_WORDS, NONE, Dtype, Fabric, Field, Mem, Op, Operand, Reg, encode_operand
-from openwafer.fabric.signature import check_memory, check_number, check_scalar, check_skip_zeros, check_vector
+from openwafer.fabric.signature import (
+    check_memory,
+    check_scalar,
+    check_skip_zeros,
+    check_vector,
+    register_number,
+    whole_number,
+)
 from openwafer.systems import Wafer
 
 MAX_TASKS = 32
@@ -77,7 +84,7 @@ class ProgramBuilder:
         """`length` elements of SRAM, 8-byte aligned; `bank` (even) puts its start into that memory bank."""
         if name in self.arrays:
             raise UserError(f"{self.name}: array {name!r} is declared twice: use another name")
-        kind = parse_dtype(dtype)
+        kind, length = parse_dtype(dtype), whole_number(length)
         if length < 1:
             raise UserError(f"{self.name}: array {name!r} must have at least one element, got {length}")
         base = (self.memory_bytes + 7) // 8 * 8
@@ -137,7 +144,8 @@ class ProgramBuilder:
     ) -> Iterator[None]:
         """The instructions inside run when the task is activated: at the `start`, by name, or by a wavelet.
 
-        A task `on` an input queue is activated by each wavelet there and finds it in the register `word`.
+        A task `on` an input queue is activated by each wavelet there and finds it in the register `word` (by default
+        one that nothing else uses).
         Of several ready tasks, the one declared first runs first.
         """
         if len(self.tasks) == MAX_TASKS:
@@ -145,6 +153,9 @@ class ProgramBuilder:
         if self._in_task or any(task.name == name for task in self.tasks):
             reason = "is inside another task" if self._in_task else "is declared twice: use another name"
             raise UserError(f"{self.name}: task {name!r} {reason}")
+        if on is not None:
+            self._check_streams(on, None, None)
+            word = self.register() if word is None else word
         register = 0 if word is None else word.index
         self.tasks.append(Task(name, start, None if on is None else on.colour, register, len(self.rows)))
         self._in_task = True
@@ -160,7 +171,7 @@ class ProgramBuilder:
         cycles = self.wafer.costs.loop_inner if overhead is None else overhead
         if cycles < 0:
             raise UserError(f"{self.name}: loop overhead must not be negative, got {cycles}")
-        length = count if isinstance(count, int) else 0
+        length = 0 if isinstance(count, Reg) else register_number(count)
         self._emit(Op.LOOP, dst=counter, length=length, length_reg=_index(count))
         yield counter
         end = len(self.rows)
@@ -193,7 +204,6 @@ class ProgramBuilder:
         thread: int | None = None,
         then: str | None = None,
         skip_zeros: bool = False,
-        convert_to: Dtype | None = None,
     ) -> None:
         """One vector instruction. With a `thread` (0 to 7) it is asynchronous and must touch the fabric; `then`
         names a task to activate when it is done. Length and type come from the memory operands by default."""
@@ -204,6 +214,7 @@ class ProgramBuilder:
             raise UserError(f"{self.name}: {op.name} without memory operand needs length=")
         kind = parse_dtype(dtype) if dtype is not None else memory[0].dtype
         size = length if length is not None else memory[0].length
+        size = size if isinstance(size, Reg) else whole_number(size)
         streams = [o for o in (a, b, dst) if isinstance(o, Fabric)]
         if (thread is not None or then is not None) and not streams:
             raise UserError(f"{self.name}: {op.name} without fabric operand takes neither thread= nor then=")
@@ -214,9 +225,10 @@ class ProgramBuilder:
         if skip_zeros:
             check_skip_zeros(op, dst, streams, kind)
         self._check_streams(a, b, dst)
+        becomes = int(dst.dtype) if op is Op.CONVERT and isinstance(dst, Mem) else 0
         row = self._emit(
             op, dst=dst, a=a, b=b, dtype=kind, length=size if isinstance(size, int) else 0, length_reg=_index(size),
-            thread=thread, imm=0 if convert_to is None else int(convert_to), skip_zeros=skip_zeros,
+            thread=thread, imm=becomes, skip_zeros=skip_zeros,
         )  # fmt: skip
         if then is not None:
             self._then.append((row, Field.THEN, then))
@@ -248,7 +260,7 @@ class ProgramBuilder:
         self.vector(Op.MAC, dst, a, b, **options)  # pyright: ignore[reportArgumentType]
 
     def convert(self, dst: Mem, a: Mem) -> None:
-        self.vector(Op.CONVERT, dst, a, dtype=a.dtype.name, convert_to=dst.dtype)
+        self.vector(Op.CONVERT, dst, a, dtype=a.dtype.name)
 
     def tile(self, c: Mem, a: Mem, b: Mem, *, m: int, n: int, k: int, outer_n: bool = False) -> None:
         """c[m, n] += a[m, k] @ b[k, n], all column-major; the outer of its two loops runs over k, or over n."""
@@ -275,15 +287,16 @@ class ProgramBuilder:
 
     def set(self, register: Reg, value: float) -> None:
         """An integer, or a float as fp32."""
-        if isinstance(value, int):
-            check_number(value)
-        bits = value if isinstance(value, int) else struct.unpack("<i", struct.pack("<f", value))[0]
+        if isinstance(value, int | np.integer):
+            bits = register_number(int(value))
+        else:
+            bits = struct.unpack("<i", struct.pack("<f", value))[0]
         self._emit(Op.SET, dst=register, imm=bits)
 
     def scalar(self, op: Op, dst: Reg, a: Reg, b: Reg | int | None = None) -> None:
         """IADD, IMUL, ILT, IEQ (b a register or a number), FADD, FMUL, FMAX, FEXP, FRSQRT, FRECIP."""
         check_scalar(op, b)
-        immediate = b if isinstance(b, int) else 0
+        immediate = 0 if b is None or isinstance(b, Reg) else register_number(b)
         self._emit(op, dst=dst, a=a, b=b if isinstance(b, Reg) else None, imm=immediate)
 
     def unpack(self, index: Reg, value: Reg, word: Reg) -> None:

@@ -1,11 +1,14 @@
 """What operands an instruction may have: checked when a program is built, because no machine checks it again."""
 
+import operator
+
 from openwafer.errors import UserError
 from openwafer.fabric.isa import (
     MAX_LENGTH,
     REDUCING_OPS,
     SLOW_SCALAR_OPS,
     SLOW_VECTOR_OPS,
+    VECTOR_OPS,
     Dtype,
     Fabric,
     Mem,
@@ -21,6 +24,8 @@ FLOAT_SCALARS = frozenset({Op.FADD, Op.FMUL, Op.FMAX})
 
 def check_vector(op: Op, dtype: Dtype, dst: Operand, a: Operand, b: Operand | None) -> None:
     """The kinds of the operands."""
+    if op not in VECTOR_OPS:
+        raise UserError(f"{op.name} is no vector instruction")
     if op in SLOW_VECTOR_OPS and dtype in (Dtype.i32, Dtype.i16):
         raise UserError(f"{op.name} is for floats, got {dtype.name}: convert first")
     if (b is None) != (op in ONE_SOURCE):
@@ -60,12 +65,20 @@ def check_scalar(op: Op, b: Reg | int | None) -> None:
         raise UserError(f"{op.name} is no instruction over registers")
     if (b is None) != (op in SLOW_SCALAR_OPS):
         raise UserError(f"{op.name} takes {'one source' if op in SLOW_SCALAR_OPS else 'two sources'}")
-    if op in FLOAT_SCALARS and isinstance(b, int):
+    if op in FLOAT_SCALARS and not isinstance(b, Reg):
         raise UserError(f"{op.name} takes registers: put {b} into one with pe.set")
-    if isinstance(b, int):
-        check_number(b)
 
 
-def check_number(value: int) -> None:
-    if not -(2**31) <= value < 2**31:
-        raise UserError(f"a register holds 32 bits with sign, got {value}")
+def whole_number(value: int) -> int:
+    """Integers of NumPy as those of Python, which they are no instances of."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UserError(f"expected a whole number, got {value!r}") from None
+
+
+def register_number(value: int) -> int:
+    number = whole_number(value)
+    if not -(2**31) <= number < 2**31:
+        raise UserError(f"a register holds 32 bits with sign, got {number}")
+    return number

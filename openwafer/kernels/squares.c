@@ -29,11 +29,15 @@ static inline __attribute__((always_inline)) float element(const void *x, int64_
     return is_bf16 ? widened(((const uint16_t *)x)[i]) : ((const float *)x)[i];
 }
 
-/* Neighbours are added until one number is left; `n` is a power of two. */
-static float paired(float *restrict t, float *restrict u, int64_t n) {
+static inline void add_pairs(float *restrict to, const float *restrict from, int64_t n) {
+    for (int64_t i = 0; i < n; i++) to[i] = from[2 * i] + from[2 * i + 1];
+}
+
+/* Neighbours are added until one number is left; `n` is a power of two, `u` has room for half of it. */
+static float paired(float *t, float *u, int64_t n) {
     while (n > 1) {
         n /= 2;
-        for (int64_t i = 0; i < n; i++) u[i] = t[2 * i] + t[2 * i + 1];
+        add_pairs(u, t, n);
         float *swap = t;
         t = u;
         u = swap;

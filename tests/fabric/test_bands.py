@@ -53,3 +53,18 @@ def test_two_threads_agree_with_one(build) -> None:
         spans = sorted(map(tuple, machine.spans.tolist()))
         results.append((cycles, image.memory.tobytes(), machine.status[6:].tolist(), machine.busy.tolist(), spans))
     assert results[0] == results[1]
+
+
+def test_a_trace_is_cut_only_if_something_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced(num_threads: int) -> EngineMachine:
+        machine = EngineMachine(Image(stencil()), trace=True, num_threads=num_threads)
+        machine.run(10**6)
+        return machine
+
+    whole = len(traced(1).spans)
+    cases = ((1, whole, False), (1, whole - 1, True), (2, 2 * whole - 2, False), (2, 20, True))
+    for num_threads, most, is_cut in cases:
+        monkeypatch.setattr("openwafer.fabric.engine.MAX_SPANS", most)
+        machine = traced(num_threads)
+        assert machine.is_cut == is_cut
+        assert len(machine.spans) == min(whole, most)

@@ -5,6 +5,7 @@ import pytest
 
 from openwafer.errors import UserError
 from openwafer.fabric import EAST, RAMP, WEST, ArchitectureError, Fault, Layout, Op, ProgramBuilder, Rect, Simulation
+from openwafer.fabric.isa import MAX_LENGTH
 from openwafer.systems import WSE2, WSE3
 
 
@@ -112,6 +113,25 @@ def test_memory_out_of_bounds_stops_at_the_instruction(engine: str) -> None:
     layout.param("offset", np.array([[0, 4]]))
     with pytest.raises(ArchitectureError, match=r"PE \(1, 0\), cycle \d+: instruction 1 reaches outside"):
         Simulation(layout, engine=engine).run()  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("engine", ["reference", "c"])
+def test_an_instruction_has_a_longest_length_and_a_loop_has_none(engine: str) -> None:
+    def program(pe: ProgramBuilder) -> None:
+        number, got = pe.param("number"), pe.register()
+        with pe.task("main", start=True):
+            pe.mov(got, pe.receive(0), length=1, dtype="f32", thread=0)  # never comes: no step may run ahead of it
+            with pe.loop(MAX_LENGTH + 1, overhead=0):
+                pass
+            pe.mov(pe.send(0), number, length=number, dtype="i32")
+
+    for number, message in ((MAX_LENGTH, "deadlock"), (MAX_LENGTH + 1, "instruction 3 .* more than 49152 elements")):
+        layout = Layout(WSE2, 1, 1)
+        layout.place(program)
+        layout.route(0, None, RAMP, RAMP)
+        layout.param("number", number)
+        with pytest.raises(ArchitectureError, match=message):
+            Simulation(layout, engine=engine).run()  # pyright: ignore[reportArgumentType]
 
 
 def test_wavelets_with_zero_are_not_sent_and_tasks_run_per_wavelet() -> None:

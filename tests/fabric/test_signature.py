@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from openwafer.errors import UserError
-from openwafer.fabric import Layout, Op, ProgramBuilder, Rect, Simulation
+from openwafer.fabric import EAST, RAMP, WEST, Layout, Op, ProgramBuilder, Rect, Simulation
 from openwafer.systems import WSE2
 
 
@@ -48,6 +48,11 @@ def build(statement: Callable[[ProgramBuilder, dict], None]) -> None:
         (lambda pe, v: pe.scalar(Op.FADD, v["r"], v["r"], 1), "FADD takes registers: put 1 into one"),
         (lambda pe, v: pe.scalar(Op.FEXP, v["r"], v["r"], v["r"]), "FEXP takes one source"),
         (lambda pe, v: pe.scalar(Op.ADD, v["r"], v["r"], v["r"]), "ADD is no instruction over registers"),
+        (lambda pe, v: pe.scalar(Op.FADD, v["r"], v["r"], 1.5), "FADD takes registers: put 1.5 into one"),
+        (lambda pe, v: pe.scalar(Op.IADD, v["r"], v["r"], 1.5), "expected a whole number, got 1.5"),
+        (lambda pe, v: pe.vector(Op.TILE, v["x"], v["x"], v["x"]), "TILE is no vector instruction"),
+        (lambda pe, v: pe.add(v["x"], v["x"], v["x"], length=1.5), "expected a whole number, got 1.5"),
+        (lambda pe, v: pe.loop(2**31).__enter__(), "32 bits with sign, got 2147483648"),
         (lambda pe, v: pe.activate("other"), "no task 'other'; there are main"),
         (lambda pe, v: pe.array("empty", 0), "at least one element, got 0"),
         (lambda pe, v: pe.task("inner").__enter__(), "task 'inner' is inside another task"),
@@ -75,6 +80,56 @@ def test_instructions_belong_into_tasks_with_names_of_their_own() -> None:
         Layout(WSE2, 1, 1).place(twice)
 
 
+def test_a_task_for_wavelets_needs_their_queue_and_has_a_register_of_its_own() -> None:
+    def no_queue(pe: ProgramBuilder) -> None:
+        with pe.task("each", on=pe.send(3)):
+            pass
+
+    def count(pe: ProgramBuilder) -> None:
+        seen = pe.register()
+        with pe.task("each", on=pe.receive(0)):
+            pe.scalar(Op.IADD, seen, seen, 1)
+
+    def send(pe: ProgramBuilder) -> None:
+        x = pe.array("x", 5)
+        with pe.task("main", start=True):
+            pe.mov(pe.send(0), x)
+
+    with pytest.raises(UserError, match=r"colour 3 is read without pe\.receive\(3\)"):
+        Layout(WSE2, 1, 1).place(no_queue)
+    layout = Layout(WSE2, 2, 1)
+    layout.route(0, Rect(0, 0), RAMP, EAST)
+    layout.route(0, Rect(1, 0), WEST, RAMP)
+    layout.place(send, Rect(0, 0))
+    layout.place(count, Rect(1, 0))
+    simulation = Simulation(layout, engine="reference")
+    simulation.write("x", np.full(5, 7.0))
+    simulation.run()
+    assert simulation.image.registers[1, 0] == 5
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    def program(pe: ProgramBuilder) -> None:
+        x, y = pe.array("x", np.int64(6)), pe.array("y", 6, "i16")
+        registers = [pe.register() for _ in range(3)]
+        with pe.task("main", start=True):
+            pe.set(registers[0], np.int64(5))
+            pe.scalar(Op.IADD, registers[1], registers[0], np.int32(3))
+            with pe.loop(np.int64(4)):
+                pe.scalar(Op.IADD, registers[2], registers[2], 1)
+            pe.add(x, x, x)
+            pe.add(x, x, x, length=np.int64(2))
+            pe.vector(Op.CONVERT, y, x, dtype="f32")
+
+    layout = Layout(WSE2, 1, 1)
+    layout.place(program)
+    simulation = Simulation(layout, engine="reference")
+    simulation.write("x", np.arange(1, 7))
+    simulation.run()
+    assert simulation.image.registers[0, :3].tolist() == [5, 8, 4]
+    assert simulation.read("x")[0].tolist() == simulation.read("y")[0].tolist() == [4, 8, 6, 8, 10, 12]
+
+
 def test_host_copies_and_params_must_fit_the_layout() -> None:
     def program(pe: ProgramBuilder) -> None:
         pe.array("x", 4)
@@ -84,6 +139,12 @@ def test_host_copies_and_params_must_fit_the_layout() -> None:
     layout.place(program)
     with pytest.raises(UserError, match=r"param 'n' of \(2, 3\) PEs .* got \(2,\)"):
         layout.param("n", np.arange(2))
+    with pytest.raises(UserError, match="32 bits with sign, got 2147483648"):
+        layout.param("n", 2**31)
+    with pytest.raises(UserError, match="sizes must not be negative"):
+        layout.place(program, Rect(0, 0, -1, 2))
+    with pytest.raises(UserError, match=r"must be bool \(2, 3\), got int64 \(2, 3\)"):
+        layout.place(program, np.ones((2, 3), np.int64))
     simulation = Simulation(layout, engine="reference")
     with pytest.raises(UserError, match="reaches outside the layout of 3 x 2 PEs"):
         simulation.write("x", np.zeros(4), Rect(2, 0, 2, 1))

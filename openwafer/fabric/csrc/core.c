@@ -97,7 +97,8 @@ static i32 execute(Engine *e, u32 pe, Pe *p, const i32 *row, i32 now, i32 t) {
     }
     i32 length = op <= OP_CONTROL ? length_of(e, pe, row) : row[F_LENGTH];
     int fabric = row[F_DST] == KIND_FABRIC || row[F_A] == KIND_FABRIC || row[F_B] == KIND_FABRIC;
-    int inside = check_operands(e, pe, row, length, &overlaps) && length <= MAX_LENGTH;
+    int is_long = op <= OP_CONTROL && length > MAX_LENGTH; /* the length of a loop is its count */
+    int inside = check_operands(e, pe, row, length, &overlaps) && !is_long;
     int waits = op == OP_WAIT && p->threads[row[F_IMM]] != NIL;
     if (now > t && (!inside || overlaps || waits || op == OP_ADVANCE)) {
         later(e, pe, p, now);

@@ -2,6 +2,7 @@
 #include "engine.h"
 #include <pthread.h>
 #include <sched.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -9,6 +10,7 @@
 /* Nothing can go on without memory; the fault is for debuggers. */
 static void give_up(Engine *e) {
     fail(e, FAULT_NO_MEMORY, 0, e->now, 0);
+    fputs("error: the simulator ran out of host memory: use fewer PEs or smaller arrays\n", stderr);
     exit(70);
 }
 
@@ -49,7 +51,10 @@ void fail(Engine *e, i32 fault, u32 pe, i32 cycle, i32 detail) {
 }
 
 void add_span(Engine *e, u32 pe, i32 kind, i32 start, i32 end) {
-    if (e->num_spans >= (u32)e->tracing) return; /* enough */
+    if (e->num_spans >= (u32)e->tracing) {
+        e->num_lost_spans++;
+        return;
+    }
     e->spans = grow(e, e->spans, &e->room_spans, e->num_spans + 1, sizeof(Span));
     e->spans[e->num_spans++] = (Span){(i32)pe, kind, start, end};
 }
@@ -322,9 +327,10 @@ void engine_free(Engine *e) {
     free(nodes), free(sites), free(pes);
 }
 
-/* fault, PE, cycle, detail, now, events, link words, stalls for room, link, words, last event in a core, spans. */
+/* fault, PE, cycle, detail, now, events, link words, stalls for room, link, words, last event in a core, spans, and
+ * those that were lost. */
 void engine_status(const Engine *e, i64 *out) {
-    i64 values[12] = {e->fault, e->fault_pe, e->fault_cycle, e->fault_detail, e->now};
+    i64 values[13] = {e->fault, e->fault_pe, e->fault_cycle, e->fault_detail, e->now};
     for (i32 pe = 0; pe < e->num_pes; pe++)
         if (e->pes[pe].last_event > values[10]) values[10] = e->pes[pe].last_event;
     for (u32 i = 0; i < e->num_bands; i++) {
@@ -333,6 +339,7 @@ void engine_status(const Engine *e, i64 *out) {
         values[6] += band->link_words;
         for (int cause = WAIT_ROOM; cause <= WAIT_WORDS; cause++) values[6 + cause] += band->stalls[cause];
         values[11] += band->num_spans;
+        values[12] += band->num_lost_spans;
     }
     memcpy(out, values, sizeof values);
 }

@@ -218,6 +218,7 @@ typedef struct Engine {
     float *scratch[3];
     Span *spans;
     u32 num_spans, room_spans;
+    i64 num_lost_spans;       /* that there was no room for */
     i32 tracing;              /* the most spans to keep, 0: none */
     i32 *task_started;        /* per PE, only while tracing */
 } Engine;

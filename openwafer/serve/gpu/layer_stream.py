@@ -87,9 +87,13 @@ class LayerStream:
         return Streamed(source=self._layers[-1], dst=_dst(steps[-1]))
 
     def close(self) -> None:
-        """No step is under way any more."""
-        if self._shelf is not None:
-            self._shelf.close()
+        """No step is under way any more. Copies may be: the memory that they read must stay until they have landed."""
+        try:
+            for landed in self._landed:
+                landed.synchronize()
+        finally:
+            if self._shelf is not None:
+                self._shelf.close()
 
     def start(self) -> None:
         """All layers are here: get the buffers, and have the first layers copied."""

@@ -1,8 +1,9 @@
 """Triton kernels for products with packed weights, which are unpacked in registers; `packed_weight.py` has the layout.
 
-They compute what `gemv.py` does, on the weights that `PackedWeight.dense()` gives. Whole numbers become floats without
-an instruction for it: put into the upper bits of the fraction of 1.0, a quant of b bits reads 1 + quant / 2**b. So a
-weight is gain * fraction + base, with a gain and a base for every block of 32 inputs.
+They compute what `gemv.py` does, on the weights that `PackedWeight.dense()` gives; with one row, on weights that are
+not rounded. Whole numbers become floats without an instruction for it: put into the upper bits of the fraction of 1.0,
+a quant of b bits reads 1 + quant / 2**b. So a weight is gain * fraction + base, with a gain and a base for every block
+of 32 inputs.
 """
 
 # pyright: reportMissingImports=false

@@ -77,6 +77,16 @@ def test_the_host_waits_for_copies_from_flash_only(tmp_path: Path) -> None:
     assert device.log.count("wait") == num_copies * 5 // 8 - 2
 
 
+def test_the_memory_that_copies_read_stays_until_they_have_landed(tmp_path: Path) -> None:
+    device = LateGpu()
+    shelf = FlashShelf(device, tmp_path, 150_000, 8)
+    builder = PlanBuilder(device, torch.float32, 256, frozenset(range(8)), frozenset(range(8)), shelf)
+    load_program(MODEL, EngineConfig(), taker=builder)
+    assert device.log == ["copy", "copy"]  # ahead of the first step
+    builder.stream.close()
+    assert device.log == ["copy", "copy", "wait", "wait"]
+
+
 def plan(streamed: int, num_layers: int = 8) -> DevicePlan:
     return DevicePlan(
         region=Region(first=0, stop=num_layers, num_layers=num_layers),
