@@ -55,6 +55,8 @@ def check(config: ModelConfig, device: torch.device, num_bits: Bits, tuning: Tun
     verdict = "right" if worst < 0.02 else "WRONG"
     print(f"int{num_bits}: worst {worst:.1e}: {verdict} (bf16 rounds at 4e-3)", flush=True)
     journal.note(**{f"int{num_bits}_worst_error": worst, f"int{num_bits}_kernels": verdict})
+    if verdict != "right":
+        raise RuntimeError(f"int{num_bits}: the kernels are wrong")
 
 
 def measure(
