@@ -2,8 +2,9 @@
 PYTHON ?= python3
 # Extra pytest arguments: make test ARGS="-k config"
 ARGS ?=
-# Processes that run tests side by side, with one thread each.
-WORKERS ?= 2
+# Processes that run tests side by side, with one thread each: one more than the cores of a small machine, because some
+# tests wait for processes of theirs.
+WORKERS ?= 3
 
 BIN := .venv/bin
 # -qq keeps pip's errors and drops its warnings about mirrors that happen to be configured on a machine.
