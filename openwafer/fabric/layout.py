@@ -60,6 +60,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         wafer = self.wafer
+        if not isinstance(wafer, Wafer):
+            raise UserError(f"a layout takes a wafer, such as openwafer.systems.WSE2, got {wafer!r}")
         if not (1 <= self.width <= wafer.usable_columns and 1 <= self.height <= wafer.usable_rows):
             raise UserError(
                 f"a layout of {self.width} x {self.height} PEs does not fit {wafer.name}: "
@@ -200,8 +202,8 @@ def _hashable(key: object) -> bool:
 
 
 def _mask(directions: Directions) -> int:
-    several = [directions] if isinstance(directions, int) else list(directions)
+    several = [directions] if isinstance(directions, int | float | str) else list(directions)
     for direction in several:
-        if direction not in range(5):
+        if not isinstance(direction, int) or direction not in range(5):
             raise UserError(f"a direction is NORTH, EAST, SOUTH, WEST or RAMP, got {direction!r}")
     return sum(1 << direction for direction in set(several))
