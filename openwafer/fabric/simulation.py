@@ -56,6 +56,8 @@ class Simulation:
 
     def write(self, name: str, values: np.ndarray, rect: Rect | None = None) -> None:
         """Host copy in: array `name` of every PE of `rect` that has it (in order of y, then x)."""
+        if self.machine is not None:
+            raise UserError(f"array {name!r} is written after the run: write before it, or make a new Simulation")
         self.io_words += self.image.write(name, values, rect)
 
     def read(self, name: str, rect: Rect | None = None) -> np.ndarray:

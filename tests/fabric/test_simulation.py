@@ -1,5 +1,6 @@
-"""A simulation runs once, on an engine that exists."""
+"""A simulation runs once, on an engine that exists, and takes values that fit, before the run."""
 
+import numpy as np
 import pytest
 
 from openwafer.errors import UserError
@@ -30,3 +31,27 @@ def test_a_second_run_is_refused(layout: Layout) -> None:
     simulation.run()
     with pytest.raises(UserError, match="runs once: make a new Simulation"):
         simulation.run()
+
+
+def test_a_write_after_the_run_is_refused(layout: Layout) -> None:
+    simulation = Simulation(layout, engine="reference")
+    simulation.write("x", np.ones(8))
+    simulation.run()
+    with pytest.raises(UserError, match="array 'x' is written after the run: write before it"):
+        simulation.write("x", np.zeros(8))
+    np.testing.assert_array_equal(simulation.read("x"), np.full((1, 8), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [("i16", [1e6, 0]), ("i16", [0, -32769]), ("i16", [np.nan, 1]), ("i32", [2**31, 0]), ("i32", [0.0, np.inf])],
+)
+def test_integers_that_do_not_fit_are_refused(dtype: str, values: list) -> None:
+    layout = Layout(WSE2, 1, 1)
+    layout.place(lambda pe: pe.array("n", 2, dtype))
+    simulation = Simulation(layout, engine="reference")
+    with pytest.raises(UserError, match=f"array 'n' of {dtype} holds -"):
+        simulation.write("n", np.array(values))
+    largest = np.iinfo(simulation.read("n").dtype).max
+    simulation.write("n", np.array([largest, -largest - 1]))
+    assert simulation.read("n").tolist() == [[largest, -largest - 1]]
