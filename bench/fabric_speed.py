@@ -44,7 +44,7 @@ MIN_SRAM_BYTES = 64 * 2**20  # below, the interpreter and the host's own arrays 
 # Direction: where along its axis streams of it begin.
 FIRST = {EAST: 0, WEST: 4, SOUTH: 2, NORTH: 6}
 Lengths = tuple[tuple[int, int], ...]  # words of each colour
-SIGN = {EAST: 1, SOUTH: 1, WEST: -1, NORTH: -1}
+SIGN: dict[int, int] = {EAST: 1, SOUTH: 1, WEST: -1, NORTH: -1}
 
 
 def mesh_program(pe: ProgramBuilder, *, words: int, sends: Lengths, gets: Lengths) -> None:

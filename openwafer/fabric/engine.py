@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from openwafer.fabric import toolchain
-from openwafer.fabric.fault import ArchitectureError, Fault
+from openwafer.fabric.fault import Fault, Stuck, locate
 from openwafer.fabric.image import Image
 from openwafer.fabric.isa import Field, Op
 from openwafer.fabric.program import Program
@@ -91,7 +91,7 @@ class EngineMachine:
         self.busy = np.zeros(num_pes, np.int64)  # cycles the main thread of each PE worked
         self.hops = np.zeros(num_pes, np.int64)  # words each router forwarded
         self.spans = np.zeros((0, 4), np.int32)  # PE, task or 100 + thread, start, end
-        self.status = np.zeros(13, np.int64)
+        self.status = np.zeros(17, np.int64)  # see engine_status in csrc/engine.c
 
     @property
     def is_cut(self) -> bool:
@@ -124,8 +124,16 @@ class EngineMachine:
             engine.engine_free(handle)
         fault, pe, cycle, detail = (int(value) for value in self.status[:4])
         if fault:
-            raise ArchitectureError(Fault(fault), (pe % self.layout.width, pe // self.layout.width), cycle, detail)
+            raise locate(self.image, Fault(fault), pe, cycle, detail, self._stuck())
         return int(self.status[10])
+
+    def _stuck(self) -> Stuck | None:
+        """Of a deadlock."""
+        lacks_words, num_words, num_others, other = (int(value) for value in self.status[13:])
+        if not num_words:
+            return None
+        first = other if num_others else None
+        return Stuck(lacks_words=bool(lacks_words), num_words=num_words, num_others=num_others, other=first)
 
     def _new(self, engine: Any, max_cycles: int) -> int:
         image, layout = self.image, self.layout

@@ -49,6 +49,7 @@ class Image:
         Returns the number of 32-bit words that crossed the edge of the wafer.
         """
         pes, dtype, length = self._owners(name, rect)
+        check_range(name, np.asarray(values), dtype)
         data = to_elements(np.asarray(values), dtype)
         shape = (len(pes), length)
         if data.size == length:
@@ -91,6 +92,17 @@ class Image:
                 if everywhere and len(rows) == len(self.blocks[index]):
                     rows = slice(None)
                 yield self.blocks[index], rows, slice(None) if everywhere else chosen, program.arrays[name].base
+
+
+def check_range(name: str, values: np.ndarray, dtype: Dtype) -> None:
+    """Integers that do not fit would wrap round; floats that do not fit become infinite, as on the machine."""
+    if dtype not in (Dtype.i32, Dtype.i16) or not values.size:
+        return
+    limits = np.iinfo(dtype.numpy)
+    # NaN is in no range.
+    low, high = values.min(), values.max()
+    if not (limits.min <= low and high <= limits.max):
+        raise UserError(f"array {name!r} of {dtype.name} holds {limits.min} to {limits.max}, got {low} to {high}")
 
 
 def to_elements(values: np.ndarray, dtype: Dtype) -> np.ndarray:

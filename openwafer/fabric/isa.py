@@ -9,6 +9,8 @@ from enum import IntEnum
 
 import numpy as np
 
+from openwafer.errors import UserError
+
 INSTRUCTION_WORDS = 24
 MAX_LENGTH = 48 * 1024  # elements of one instruction
 NONE = -1  # in encoded instructions only: no register, no thread, no task
@@ -136,12 +138,21 @@ class Mem:
     offset: Reg | None = None
 
     def __getitem__(self, part: slice) -> "Mem":
+        """A part of it; unlike Python's own slices, bounds outside it are an error: a PE has nothing there."""
+        if not isinstance(part, slice):
+            example = f"[{part}:{part + 1}]" if isinstance(part, int) else "[2:5]"
+            raise UserError(f"a part of an array is a slice, such as {example}, got [{part!r}]")
+        for bound in (part.start, part.stop):
+            if bound is not None and not -self.length <= bound <= self.length:
+                raise UserError(f"slice bound {bound} is outside an array of {self.length} elements")
         start, stop, step = part.indices(self.length)
         base = self.base + start * self.stride * self.dtype.num_bytes
         return replace(self, base=base, length=len(range(start, stop, step)), stride=self.stride * step)
 
     def at(self, offset: Reg, length: int | None = None) -> "Mem":
         """The same descriptor moved by a register's value in bytes."""
+        if not isinstance(offset, Reg):
+            raise UserError(f"at() takes a register with an offset in bytes, got {offset!r}: for a fixed one, slice")
         return replace(self, offset=offset, length=self.length if length is None else length)
 
 

@@ -5,6 +5,7 @@ x grows to the east, y to the south; PE (x, y) has index y * width + x.
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 
@@ -13,9 +14,22 @@ from openwafer.fabric.program import Program, ProgramBuilder
 from openwafer.fabric.signature import register_number
 from openwafer.systems import Wafer
 
-NORTH, EAST, SOUTH, WEST, RAMP = range(5)
-DIRECTION_NAMES = ("NORTH", "EAST", "SOUTH", "WEST", "RAMP")
-NO_ROUTE = -1
+
+class Direction(IntEnum):
+    NORTH = 0
+    EAST = 1
+    SOUTH = 2
+    WEST = 3
+    RAMP = 4
+
+    def __or__(self, other: object) -> int:
+        # As numbers WEST | EAST would be WEST again.
+        name = other.name if isinstance(other, Direction) else other
+        raise UserError(f"several directions are a tuple, such as (WEST, EAST): got {self.name} | {name}")
+
+
+NORTH, EAST, SOUTH, WEST, RAMP = Direction
+NO_ROUTE = NO_PROGRAM = -1
 
 Directions = int | Iterable[int]
 
@@ -61,12 +75,14 @@ class Layout:
 
     def __post_init__(self) -> None:
         wafer = self.wafer
+        if not isinstance(wafer, Wafer):
+            raise UserError(f"a layout takes a wafer, such as openwafer.systems.WSE2, got {wafer!r}")
         if not (1 <= self.width <= wafer.usable_columns and 1 <= self.height <= wafer.usable_rows):
             raise UserError(
                 f"a layout of {self.width} x {self.height} PEs does not fit {wafer.name}: "
                 f"at most {wafer.usable_columns} x {wafer.usable_rows}"
             )
-        self.program_of = np.full((self.height, self.width), -1, np.int16)
+        self.program_of = np.full((self.height, self.width), NO_PROGRAM, np.int16)
 
     @property
     def everywhere(self) -> Rect:
@@ -93,7 +109,9 @@ class Layout:
             index = len(self.programs) - 1
             if _hashable(key):
                 self._placed[key] = index
-        self.program_of[rect if isinstance(rect, np.ndarray) else self.inside(rect)] = index
+        where = rect if isinstance(rect, np.ndarray) else self.inside(rect)
+        self._complain_taken(self.program_of, where, index, "has a program already: place one on each PE")
+        self.program_of[where] = index
         return self.programs[index]
 
     def param(self, name: str, values: np.ndarray | float, rect: Rect | None = None) -> None:
@@ -131,7 +149,10 @@ class Layout:
             self.routes.append(route)
         if colour not in self.route_of:
             self.route_of[colour] = np.full((self.height, self.width), NO_ROUTE, np.int16)
-        self.route_of[colour][self.inside(rect)] = self.routes.index(route)
+        where, index = self.inside(rect), self.routes.index(route)
+        twice = f"has another route of colour {colour} already: give all its directions or positions at once"
+        self._complain_taken(self.route_of[colour], where, index, twice)
+        self.route_of[colour][where] = index
 
     def inside(self, rect: Rect | None) -> tuple[slice, slice]:
         """Rows and columns of `rect` (None: everywhere), which must lie in the layout."""
@@ -156,14 +177,19 @@ class Layout:
                 f"colour {colour} goes to the RAMP, but its program never receives it",
             )
         for colour in {c for program in self.programs for c in program.advances}:
-            unrouted = self.route_of.get(colour, np.full_like(self.program_of, NO_ROUTE)) == NO_ROUTE
-            wrong = self._programs_with(colour, "advances") & unrouted
+            wrong = self._programs_with(colour, "advances") & (self._routes_of(colour) == NO_ROUTE)
             self._complain(wrong, f"colour {colour} is advanced by the core, but its router has no route for it")
         for colour in {c for program in self.programs for c in program.outputs}:
-            route_of = self.route_of.get(colour, np.full_like(self.program_of, NO_ROUTE))
-            inputs, _ = self._any_position(route_of)
+            inputs, _ = self._any_position(self._routes_of(colour))
             missing = self._programs_with(colour, "outputs") & (inputs >> RAMP & 1 == 0)
             self._complain(missing, f"colour {colour} is sent, but no route takes it from the RAMP")
+        for colour in {c for program in self.programs for c in program.inputs}:
+            _, outputs = self._any_position(self._routes_of(colour))
+            missing = self._programs_with(colour, "inputs") & (outputs >> RAMP & 1 == 0)
+            self._complain(missing, f"colour {colour} is received, but no route takes it to the RAMP")
+
+    def _routes_of(self, colour: int) -> np.ndarray:
+        return self.route_of.get(colour, np.full((self.height, self.width), NO_ROUTE, np.int16))
 
     def _any_position(self, route_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         table = np.zeros((len(self.routes) + 1, 2), np.uint8)  # the last row is read for NO_ROUTE = -1
@@ -187,13 +213,25 @@ class Layout:
         else:
             taken[:, 1:] = accepts[:, :-1]
         leaves = outputs >> direction & 1 == 1
-        name = DIRECTION_NAMES[direction]
+        name = Direction(direction).name
         self._complain(leaves & ~taken, f"colour {colour} leaves to the {name}, where no route takes it")
+
+    def _complain_taken(
+        self, table: np.ndarray, where: tuple[slice, slice] | np.ndarray, index: int, reason: str
+    ) -> None:
+        """Nothing is overwritten without a word; the same again is no harm."""
+        taken = (table[where] != NO_ROUTE) & (table[where] != index)
+        if taken.any():
+            wrong = np.zeros(table.shape, bool)
+            wrong[where] = taken
+            self._complain(wrong, reason)
 
     def _complain(self, wrong: np.ndarray, reason: str) -> None:
         if wrong.any():
             y, x = (int(i) for i in np.argwhere(wrong)[0])
-            raise UserError(f"PE ({x}, {y}): {reason}; {int(wrong.sum())} PEs are wrong in this way")
+            count = int(wrong.sum())
+            others = "" if count == 1 else f"; {count} PEs are wrong in this way"
+            raise UserError(f"PE ({x}, {y}): {reason}{others}")
 
 
 def opposite(direction: int) -> int:
@@ -209,8 +247,8 @@ def _hashable(key: object) -> bool:
 
 
 def _mask(directions: Directions) -> int:
-    several = [directions] if isinstance(directions, int) else list(directions)
+    several = [directions] if isinstance(directions, int | float | str) else list(directions)
     for direction in several:
-        if direction not in range(5):
+        if not isinstance(direction, int) or direction not in range(5):
             raise UserError(f"a direction is NORTH, EAST, SOUTH, WEST or RAMP, got {direction!r}")
     return sum(1 << direction for direction in set(several))

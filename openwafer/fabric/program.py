@@ -13,13 +13,17 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from openwafer.errors import UserError
 from openwafer.fabric.isa import INSTRUCTION_WORDS, NONE, Dtype, Fabric, Field, Mem, Op, Operand, Reg, encode_operand
 from openwafer.fabric.signature import (
+    check_equal_lengths,
     check_memory,
+    check_operand,
+    check_options,
     check_scalar,
     check_skip_zeros,
     check_vector,
@@ -29,6 +33,7 @@ from openwafer.fabric.signature import (
 from openwafer.systems import Wafer
 
 MAX_TASKS = 32
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -166,6 +171,9 @@ class ProgramBuilder:
     @contextmanager
     def loop(self, count: int | Reg, *, overhead: int | None = None) -> Iterator[Reg]:
         """Repeat the body; gives the iteration's number. Each iteration costs `overhead` (scalar-indexed) cycles."""
+        count = plain(count)
+        if not isinstance(count, int | Reg):
+            raise UserError(f"{self.name}: a loop's count is an integer or a register, got {count!r}")
         counter = self.register()
         begin = len(self.rows)
         cycles = self.wafer.costs.loop_inner if overhead is None else overhead
@@ -207,6 +215,11 @@ class ProgramBuilder:
     ) -> None:
         """One vector instruction. With a `thread` (0 to 7) it is asynchronous and must touch the fabric; `then`
         names a task to activate when it is done. Length and type come from the memory operands by default."""
+        check_operand(op, "the destination", dst)
+        check_operand(op, "the first source", a)
+        if b is not None:
+            check_operand(op, "the second source", b)
+        length = plain(length)
         memory = [operand for operand in (a, b, dst) if isinstance(operand, Mem)]
         if dtype is None and not memory:
             raise UserError(f"{self.name}: {op.name} without memory operand needs dtype=")
@@ -214,13 +227,14 @@ class ProgramBuilder:
             raise UserError(f"{self.name}: {op.name} without memory operand needs length=")
         kind = parse_dtype(dtype) if dtype is not None else memory[0].dtype
         size = length if length is not None else memory[0].length
-        size = size if isinstance(size, Reg) else whole_number(size)
         streams = [o for o in (a, b, dst) if isinstance(o, Fabric)]
         if (thread is not None or then is not None) and not streams:
             raise UserError(f"{self.name}: {op.name} without fabric operand takes neither thread= nor then=")
         if thread is not None:
             self._check_thread(thread)
         check_vector(op, kind, dst, a, b)
+        if length is None:
+            check_equal_lengths(op, memory)
         check_memory(op, memory, size, kind if dtype is None else None)
         if skip_zeros:
             check_skip_zeros(op, dst, streams, kind)
@@ -244,22 +258,28 @@ class ProgramBuilder:
         if isinstance(dst, Fabric) and dst.colour not in self.outputs:
             raise UserError(f"{self.name}: colour {dst.colour} is written without pe.send({dst.colour})")
 
+    def _named(self, op: Op, dst: Operand, a: Operand, b: Operand | None, options: dict[str, object]) -> None:
+        check_options(op, options)
+        self.vector(op, dst, a, b, **options)  # pyright: ignore[reportArgumentType]
+
     def mov(self, dst: Operand, a: Operand, **options: object) -> None:
-        self.vector(Op.MOV, dst, a, **options)  # pyright: ignore[reportArgumentType]
+        self._named(Op.MOV, dst, a, None, options)
 
     def add(self, dst: Operand, a: Operand, b: Operand, **options: object) -> None:
-        self.vector(Op.ADD, dst, a, b, **options)  # pyright: ignore[reportArgumentType]
+        self._named(Op.ADD, dst, a, b, options)
 
     def mul(self, dst: Operand, a: Operand, b: Operand, **options: object) -> None:
-        self.vector(Op.MUL, dst, a, b, **options)  # pyright: ignore[reportArgumentType]
+        self._named(Op.MUL, dst, a, b, options)
 
     def max(self, dst: Operand, a: Operand, b: Operand, **options: object) -> None:
-        self.vector(Op.MAX, dst, a, b, **options)  # pyright: ignore[reportArgumentType]
+        self._named(Op.MAX, dst, a, b, options)
 
     def mac(self, dst: Operand, a: Operand, b: Operand, **options: object) -> None:
-        self.vector(Op.MAC, dst, a, b, **options)  # pyright: ignore[reportArgumentType]
+        self._named(Op.MAC, dst, a, b, options)
 
     def convert(self, dst: Mem, a: Mem) -> None:
+        check_operand(Op.CONVERT, "the destination", dst, (Mem,))
+        check_operand(Op.CONVERT, "the source", a, (Mem,))
         self.vector(Op.CONVERT, dst, a, dtype=a.dtype.name)
 
     def tile(self, c: Mem, a: Mem, b: Mem, *, m: int, n: int, k: int, outer_n: bool = False) -> None:
@@ -267,6 +287,7 @@ class ProgramBuilder:
         if min(m, n, k) < 1:
             raise UserError(f"{self.name}: tile sizes must be at least 1, got m={m}, n={n}, k={k}")
         for name, operand, size in (("c", c, m * n), ("a", a, m * k), ("b", b, k * n)):
+            check_operand(Op.TILE, name, operand, (Mem,))
             if operand.length < size or operand.dtype != c.dtype or operand.stride != 1:
                 raise UserError(
                     f"{self.name}: tile operand {name} must have {size} elements of {c.dtype.name} in a row"
@@ -287,14 +308,16 @@ class ProgramBuilder:
 
     def set(self, register: Reg, value: float) -> None:
         """An integer, or a float as fp32."""
-        if isinstance(value, int | np.integer):
-            bits = register_number(int(value))
-        else:
-            bits = struct.unpack("<i", struct.pack("<f", value))[0]
+        check_operand(Op.SET, "the destination", register, (Reg,))
+        value = plain(value)
+        bits = register_number(value) if isinstance(value, int) else struct.unpack("<i", struct.pack("<f", value))[0]
         self._emit(Op.SET, dst=register, imm=bits)
 
     def scalar(self, op: Op, dst: Reg, a: Reg, b: Reg | int | None = None) -> None:
         """IADD, IMUL, ILT, IEQ (b a register or a number), FADD, FMUL, FMAX, FEXP, FRSQRT, FRECIP."""
+        check_operand(op, "the destination", dst, (Reg,))
+        check_operand(op, "the first source", a, (Reg,))
+        b = plain(b)
         check_scalar(op, b)
         immediate = 0 if b is None or isinstance(b, Reg) else register_number(b)
         self._emit(op, dst=dst, a=a, b=b if isinstance(b, Reg) else None, imm=immediate)
@@ -305,9 +328,13 @@ class ProgramBuilder:
 
     def load(self, register: Reg, source: Mem) -> None:
         """One element; 16-bit floats arrive as fp32."""
+        check_operand(Op.LOAD, "the destination", register, (Reg,))
+        check_operand(Op.LOAD, "the source", source, (Mem,))
         self._emit(Op.LOAD, dst=register, a=source, dtype=source.dtype, length=1)
 
     def store(self, target: Mem, register: Reg) -> None:
+        check_operand(Op.STORE, "the destination", target, (Mem,))
+        check_operand(Op.STORE, "the source", register, (Reg,))
         self._emit(Op.STORE, dst=target, a=register, dtype=target.dtype, length=1)
 
     def activate(self, task: str) -> None:
@@ -351,6 +378,11 @@ def parse_dtype(name: str) -> Dtype:
     if name not in Dtype.__members__:
         raise UserError(f"element type must be one of {', '.join(Dtype.__members__)}, got {name!r}")
     return Dtype[name]
+
+
+def plain(value: Value) -> Value | int:
+    """NumPy's integers as Python's."""
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def _index(value: int | Reg | None) -> int:

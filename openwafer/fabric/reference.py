@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from openwafer.fabric.core import MAIN, Core, Operation, Queues, Trap
-from openwafer.fabric.fault import ArchitectureError, Fault
+from openwafer.fabric.fault import ArchitectureError, Fault, Stuck, locate
 from openwafer.fabric.image import Image
 from openwafer.fabric.layout import EAST, NORTH, RAMP, SOUTH, WEST, Route, opposite
 
@@ -262,12 +262,9 @@ class ReferenceMachine(Queues):
         return min((time for time in times if time > t), default=None)
 
     def _check_end(self) -> None:
-        for pe, core in self.cores.items():
-            for thread in sorted(core.threads):
-                operation = core.threads[thread]
-                colour = operation.source if operation.source is not None else operation.target
-                assert colour is not None
-                raise self._error(Fault.DEADLOCK, pe, self.last_event, colour)
+        stuck = [pe for pe, core in self.cores.items() if core.threads]
+        if stuck:
+            raise self._deadlock(stuck)
         full = [
             (node.pe, node.colour)
             for nodes in (self.routers, self.outputs, self.inputs)
@@ -278,8 +275,19 @@ class ReferenceMachine(Queues):
             pe, colour = min(full)
             raise self._error(Fault.STRANDED, pe, self.last_event, colour)
 
+    def _deadlock(self, pes: list[int]) -> ArchitectureError:
+        """The first instruction of the first PE: without words in its input queue it waits for them, else for room."""
+        pe, threads = pes[0], self.cores[pes[0]].threads
+        operation = threads[min(threads)]
+        lacks_words = operation.source is not None and not self.inputs[pe, operation.source].words
+        colour = operation.source if lacks_words else operation.target
+        assert colour is not None
+        other = pes[1] if len(pes) > 1 else None
+        stuck = Stuck(lacks_words=lacks_words, num_words=operation.remaining, num_others=len(pes) - 1, other=other)
+        return locate(self.image, Fault.DEADLOCK, pe, self.last_event, colour, stuck)
+
     def _error(self, fault: Fault, pe: int, cycle: int, detail: int) -> ArchitectureError:
-        return ArchitectureError(fault, (pe % self.layout.width, pe // self.layout.width), cycle, detail)
+        return locate(self.image, fault, pe, cycle, detail)
 
     @property
     def busy_cycles(self) -> int:

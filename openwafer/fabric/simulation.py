@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -56,6 +56,8 @@ class Simulation:
 
     def write(self, name: str, values: np.ndarray, rect: Rect | None = None) -> None:
         """Host copy in: array `name` of every PE of `rect` that has it (in order of y, then x)."""
+        if self.machine is not None:
+            raise UserError(f"array {name!r} is written after the run: write before it, or make a new Simulation")
         self.io_words += self.image.write(name, values, rect)
 
     def read(self, name: str, rect: Rect | None = None) -> np.ndarray:
@@ -73,7 +75,8 @@ class Simulation:
         return 0 if per_cycle is None else round(self.io_words / per_cycle)
 
     def run(self, max_cycles: int = MAX_CYCLES, progress: Callable[[int], None] | None = None) -> Report:
-        assert self.machine is None, "a simulation runs once"
+        if self.machine is not None:
+            raise UserError("a simulation runs once: make a new Simulation of the layout for another run")
         if self.engine == "reference":
             self.machine = ReferenceMachine(self.image)
             return self._report(self.machine.run(max_cycles))
@@ -103,6 +106,8 @@ class Simulation:
 
 def _available(engine: EngineName) -> EngineName:
     """`auto` is the C engine, or the reference with a warning where it cannot be built."""
+    if engine not in get_args(EngineName):
+        raise UserError(f"engine must be one of {', '.join(get_args(EngineName))}, got {engine!r}")
     if engine == "reference":
         return engine
     try:

@@ -12,6 +12,7 @@ from openwafer.fabric import (
     SOUTH,
     WEST,
     ArchitectureError,
+    Fault,
     Layout,
     Op,
     ProgramBuilder,
@@ -173,7 +174,7 @@ def outcome(scenario: dict, engine: str) -> tuple:
         report = simulation.run(20_000)
     except ArchitectureError as error:
         # Of several errors in one cycle either may be named.
-        return "error", error.fault, error.cycle
+        return "error", error.fault, error.cycle, str(error) if error.fault is Fault.DEADLOCK else ""
     return (
         report.cycles,
         report.pe_utilisation,

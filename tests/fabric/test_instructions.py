@@ -89,7 +89,7 @@ def outcome(todo: list[tuple], chip: Wafer, engine: str) -> tuple:
     try:
         cycles = simulation.run().cycles
     except ArchitectureError as error:
-        return "error", error.fault, error.cycle, error.detail
+        return "error", error.fault, str(error)
     return cycles, simulation.image.memory.tobytes(), simulation.image.registers.tobytes()
 
 

@@ -72,7 +72,9 @@ def test_deadlock_names_the_pe_and_the_colour() -> None:
     def short(pe: ProgramBuilder) -> None:
         send(pe, 100)
 
-    with pytest.raises(ArchitectureError, match=r"PE \(1, 0\).*deadlock.*colour 0") as caught:
+    with pytest.raises(
+        ArchitectureError, match=r"PE \(1, 0\).*deadlock.*waits for 96 more words of colour 0$"
+    ) as caught:
         two_pes(short, receive).run()
     assert caught.value.fault is Fault.DEADLOCK
 
@@ -111,8 +113,13 @@ def test_memory_out_of_bounds_stops_at_the_instruction(engine: str) -> None:
     layout = Layout(WSE2, 2, 1)
     layout.place(program)
     layout.param("offset", np.array([[0, 4]]))
-    with pytest.raises(ArchitectureError, match=r"PE \(1, 0\), cycle \d+: instruction 1 reaches outside"):
+    with pytest.raises(ArchitectureError, match=r"PE \(1, 0\), cycle \d+: instruction 1 ") as caught:
         Simulation(layout, engine=engine).run()  # pyright: ignore[reportArgumentType]
+    assert str(caught.value).endswith(
+        "(ADD in task 'main' of 'program') reaches outside the PE's memory or between elements, "
+        "or has more than 49152 elements: "
+        "array 'x' is moved by 4 bytes"
+    )
 
 
 @pytest.mark.parametrize("engine", ["reference", "c"])

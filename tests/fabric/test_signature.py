@@ -29,7 +29,31 @@ def build(statement: Callable[[ProgramBuilder, dict], None]) -> None:
         (lambda pe, v: pe.mov(v["x"], pe.receive(0), thread=9), "thread must be from 0 to 7, got 9"),
         (lambda pe, v: pe.add(v["x"], v["x"], v["x"], thread=1), "without fabric operand"),
         (lambda pe, v: pe.add(v["x"], v["x"], v["x"], then="main"), "without fabric operand"),
-        (lambda pe, v: pe.add(v["x"], v["y"], v["y"]), "8 elements from an operand that has 4"),
+        (lambda pe, v: pe.add(v["x"], v["y"], v["y"]), "operands of 8 and 4 elements"),
+        (lambda pe, v: pe.mov(v["y"], v["x"]), "operands of 4 and 8 elements: slice them .* or say length="),
+        (lambda pe, v: pe.add(v["y"], v["x"], v["y"]), "operands of 4 and 8 elements"),
+        (lambda pe, v: pe.convert(v["h"], v["x"]), "CONVERT: operands of 4 and 8 elements"),
+        (lambda pe, v: pe.mov(v["x"], v["y"], length=5), "length=5, and an operand has 4 elements"),
+        (lambda pe, v: pe.mov(v["x"], v["x"], length=2.0), "length must be an integer or a register, got 2.0"),
+        (lambda pe, v: v["y"][6:10], "slice bound 10 is outside an array of 8"),
+        (lambda pe, v: v["y"][100:104], "slice bound 100 is outside an array of 8"),
+        (lambda pe, v: v["y"][2:6][:5], "slice bound 5 is outside an array of 4"),
+        (lambda pe, v: v["y"][-9:], "slice bound -9 is outside an array of 8"),
+        (lambda pe, v: v["y"][3], r"is a slice, such as \[3:4\], got \[3\]"),
+        (lambda pe, v: v["y"].at(5), r"at\(\) takes a register with an offset in bytes, got 5"),
+        (lambda pe, v: pe.add(v["x"], v["x"], 1.0), "second source must be memory .* got 1.0: put the number"),
+        (lambda pe, v: pe.mov(None, v["x"]), "the destination must be memory .* or a stream or a register, got None"),
+        (lambda pe, v: pe.mov(v["x"], "x"), "the first source must be memory .*, got 'x'"),
+        (lambda pe, v: pe.mov(v["x"], pe.receive(0), threads=1), "MOV has no option threads=: did you mean thread="),
+        (lambda pe, v: pe.mov(v["x"], v["x"], colour=1), "no option colour=: there are length, dtype, thread, then"),
+        (lambda pe, v: pe.convert(v["h"], v["r"]), "CONVERT: the source must be memory"),
+        (lambda pe, v: pe.tile(v["x"], v["r"], v["x"], m=1, n=1, k=1), "TILE: a must be memory"),
+        (lambda pe, v: pe.load(v["r"], v["r"]), "LOAD: the source must be memory"),
+        (lambda pe, v: pe.store(v["x"], 3), "STORE: the source must be a register, got 3: put the number"),
+        (lambda pe, v: pe.set(v["x"], 3), "SET: the destination must be a register"),
+        (lambda pe, v: pe.scalar(Op.IADD, v["r"], v["r"], 1.5), "IADD: the second source must be a register, got 1.5"),
+        (lambda pe, v: pe.scalar(Op.IADD, v["r"], v["x"], 1), "IADD: the first source must be a register"),
+        (lambda pe, v: pe.loop(2.5).__enter__(), "loop's count is an integer or a register, got 2.5"),
         (lambda pe, v: pe.add(v["x"], v["x"], v["x"], length=-1), "length must be from 0 to 49152, got -1"),
         (lambda pe, v: pe.add(v["y"], v["h"], v["h"]), "operands of f16 and f32: convert one"),
         (lambda pe, v: pe.add(v["x"], v["x"], None), "ADD takes two sources"),
@@ -49,9 +73,8 @@ def build(statement: Callable[[ProgramBuilder, dict], None]) -> None:
         (lambda pe, v: pe.scalar(Op.FEXP, v["r"], v["r"], v["r"]), "FEXP takes one source"),
         (lambda pe, v: pe.scalar(Op.ADD, v["r"], v["r"], v["r"]), "ADD is no instruction over registers"),
         (lambda pe, v: pe.scalar(Op.FADD, v["r"], v["r"], 1.5), "FADD takes registers: put 1.5 into one"),
-        (lambda pe, v: pe.scalar(Op.IADD, v["r"], v["r"], 1.5), "expected a whole number, got 1.5"),
+        (lambda pe, v: pe.scalar(Op.IADD, v["r"], v["r"], 1.5), "second source must be a register, got 1.5: put"),
         (lambda pe, v: pe.vector(Op.TILE, v["x"], v["x"], v["x"]), "TILE is no vector instruction"),
-        (lambda pe, v: pe.add(v["x"], v["x"], v["x"], length=1.5), "expected a whole number, got 1.5"),
         (lambda pe, v: pe.loop(2**31).__enter__(), "32 bits with sign, got 2147483648"),
         (lambda pe, v: pe.activate("other"), "no task 'other'; there are main"),
         (lambda pe, v: pe.array("empty", 0), "at least one element, got 0"),
@@ -162,3 +185,26 @@ def test_too_many_programs_say_how_pes_share_one() -> None:
         layout.place(program, Rect(x, 0), sizes=[4])
     with pytest.raises(UserError, match=r"more than 128 programs: .*tuples, not lists"):
         layout.place(program, Rect(128, 0), sizes=[4])
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    def program(pe: ProgramBuilder, *, kind: type) -> None:
+        x, y, r = pe.array("x", 8), pe.array("y", 8), pe.register()
+        with pe.task("main", start=True):
+            pe.set(r, kind(3))
+            pe.scalar(Op.IADD, r, r, kind(4))
+            with pe.loop(kind(5)):
+                pe.mov(x, y, length=kind(6))
+            pe.mov(x[kind(1) : kind(3)], y[: kind(2)])
+
+    codes = [Layout(WSE2, 1, 1).place(program, kind=kind).code for kind in (int, np.int64)]
+    np.testing.assert_array_equal(*codes)
+
+
+def test_layouts_say_what_they_take() -> None:
+    with pytest.raises(UserError, match=r"takes a wafer, such as openwafer.systems.WSE2, got 'wse2'"):
+        Layout("wse2", 1, 1)  # pyright: ignore[reportArgumentType]
+    layout = Layout(WSE2, 2, 1)
+    for wrong in ("EAST", 5, ["EAST"], 1.0):
+        with pytest.raises(UserError, match=r"a direction is NORTH, EAST, SOUTH, WEST or RAMP, got ('EAST'|5|1.0)"):
+            layout.route(0, None, RAMP, wrong)  # pyright: ignore[reportArgumentType]

@@ -70,7 +70,7 @@ def outcome(todo: list, chip: Wafer, engine: str) -> tuple:
     try:
         report = simulation.run(20_000)
     except ArchitectureError as error:
-        return "error", error.fault, error.cycle, error.pe, error.detail
+        return "error", error.fault, str(error)
     image = simulation.image
     return report.cycles, report.pe_utilisation, report.stalls, image.memory.tobytes(), image.registers.tobytes()
 

@@ -130,19 +130,32 @@ static void *work(void *argument) {
     }
 }
 
+/* The first instruction of the first PE: without words in its input queue it waits for them, else for room. */
+static int check_deadlock(Engine *e) {
+    for (i32 pe = 0; pe < e->num_pes; pe++) {
+        const u32 *threads = e->pes[pe].threads;
+        u32 thread = 0;
+        while (thread < NUM_THREADS && threads[thread] == NIL) thread++;
+        if (thread == NUM_THREADS) continue;
+        if (e->fault) { /* another PE than that of the fault */
+            if (!e->stuck.num_others++) e->stuck.other = pe;
+            continue;
+        }
+        const Operation *op = owner_of_pe(e, (u32)pe)->operations + threads[thread];
+        e->stuck.lacks_words = op->input != NIL && e->nodes[op->input].head == NIL;
+        e->stuck.num_words = op->remaining;
+        u32 node = e->stuck.lacks_words ? op->input : op->output;
+        fail(e, FAULT_DEADLOCK, (u32)pe, e->last_event, e->nodes[node].colour);
+    }
+    return e->fault != 0;
+}
+
 static void check_end(Engine *e) {
     for (u32 i = 1; i < e->num_bands; i++)
         if (e->bands[i]->last_event > e->last_event) e->last_event = e->bands[i]->last_event;
     for (i32 pe = 0; pe < e->num_pes; pe++)
         if (e->pes[pe].last_event > e->last_event) e->last_event = e->pes[pe].last_event;
-    for (i32 pe = 0; pe < e->num_pes; pe++)
-        for (u32 thread = 0; thread < NUM_THREADS; thread++) {
-            if (e->pes[pe].threads[thread] == NIL) continue;
-            const Operation *op = owner_of_pe(e, (u32)pe)->operations + e->pes[pe].threads[thread];
-            u32 node = op->input != NIL ? op->input : op->output;
-            fail(e, FAULT_DEADLOCK, (u32)pe, e->last_event, e->nodes[node].colour);
-            return;
-        }
+    if (check_deadlock(e)) return;
     const Node *first = NULL;
     for (u32 i = 0; i < e->num_nodes; i++) {
         const Node *node = e->nodes + i;
@@ -328,9 +341,12 @@ void engine_free(Engine *e) {
 }
 
 /* fault, PE, cycle, detail, now, events, link words, stalls for room, link, words, last event in a core, spans, and
- * those that were lost. */
+ * those that were lost; of a deadlock also: whether words are lacking (or room), words still to move, other PEs, the
+ * first of them. */
 void engine_status(const Engine *e, i64 *out) {
-    i64 values[13] = {e->fault, e->fault_pe, e->fault_cycle, e->fault_detail, e->now};
+    i64 values[17] = {e->fault, e->fault_pe, e->fault_cycle, e->fault_detail, e->now};
+    values[13] = e->stuck.lacks_words, values[14] = e->stuck.num_words;
+    values[15] = e->stuck.num_others, values[16] = e->stuck.other;
     for (i32 pe = 0; pe < e->num_pes; pe++)
         if (e->pes[pe].last_event > values[10]) values[10] = e->pes[pe].last_event;
     for (u32 i = 0; i < e->num_bands; i++) {

@@ -213,6 +213,9 @@ typedef struct Engine {
     u32 *ready_pes;
     u32 num_ready, room_ready;
     i32 fault, fault_pe, fault_cycle, fault_detail;
+    struct {
+        i32 lacks_words, num_words, num_others, other;
+    } stuck;                  /* of a deadlock */
     i32 last_event;
     i64 link_words, events, stalls[4];
     float *scratch[3];

@@ -90,7 +90,7 @@ def formula(config: AxpyConfig, wafer: Wafer, non_zeros: list[int]) -> float:
 def run(config: AxpyConfig, wafer: Wafer, setting: Setting) -> Outcome:
     layout = Layout(wafer, config.num_pes + 1, 1)
     layout.route(COLOUR, Rect(0, 0), RAMP, EAST)
-    layout.route(COLOUR, Rect(1, 0, config.num_pes), WEST, (EAST, RAMP))
+    layout.route(COLOUR, Rect(1, 0, config.num_pes - 1), WEST, (EAST, RAMP))
     layout.route(COLOUR, Rect(config.num_pes, 0), WEST, RAMP)
     layout.place(streamer, Rect(0, 0), inputs=config.inputs, outputs=config.outputs)
     shape = {"tokens": config.tokens, "inputs": config.inputs, "outputs": config.outputs}

@@ -6,7 +6,7 @@ import numpy as np
 
 from openwafer.config import option
 from openwafer.fabric.kernels.outcome import Outcome, Setting, relative_error
-from openwafer.fabric.layout import EAST, NORTH, RAMP, SOUTH, WEST, Layout, Rect
+from openwafer.fabric.layout import EAST, NO_PROGRAM, NORTH, RAMP, SOUTH, WEST, Layout, Rect
 from openwafer.fabric.program import ProgramBuilder
 from openwafer.systems import Wafer
 
@@ -42,13 +42,13 @@ def formula(config: BroadcastConfig, wafer: Wafer) -> float:
 def run(config: BroadcastConfig, wafer: Wafer, setting: Setting) -> Outcome:
     width, height = config.width, config.height
     layout = Layout(wafer, width, height)
-    layout.route(COLOUR, Rect(0, 1, width, height - 1), NORTH, (SOUTH, RAMP))
+    layout.route(COLOUR, Rect(0, 1, width, height - 2), NORTH, (SOUTH, RAMP))
     layout.route(COLOUR, Rect(0, height - 1, width), NORTH, RAMP)
-    layout.route(COLOUR, Rect(1, 0, width - 1), WEST, (EAST, SOUTH, RAMP))
+    layout.route(COLOUR, Rect(1, 0, width - 2), WEST, (EAST, SOUTH, RAMP))
     layout.route(COLOUR, Rect(width - 1, 0), WEST, (SOUTH, RAMP))
     layout.route(COLOUR, Rect(0, 0), RAMP, (EAST, SOUTH))
-    layout.place(program, words=config.words, source=False)
     layout.place(program, Rect(0, 0), words=config.words, source=True)
+    layout.place(program, layout.program_of == NO_PROGRAM, words=config.words, source=False)
     simulation = setting.start(layout)
     values = np.random.default_rng(setting.seed).standard_normal((1, config.words)).astype(np.float32)
     simulation.write("x", values, Rect(0, 0))

@@ -48,7 +48,7 @@ def run(config: ScatterConfig, wafer: Wafer, setting: Setting) -> Outcome:
     num_pes, words = config.num_pes, config.words
     layout = Layout(wafer, num_pes + 1, 1)
     layout.route(COLOUR, Rect(0, 0), RAMP, EAST)
-    layout.switch(COLOUR, Rect(1, 0, num_pes), [(WEST, RAMP), (WEST, EAST)])
+    layout.switch(COLOUR, Rect(1, 0, num_pes - 1), [(WEST, RAMP), (WEST, EAST)])
     layout.switch(COLOUR, Rect(num_pes, 0), [(WEST, RAMP), (WEST, ())])
     layout.place(sender, Rect(0, 0), num_pes=num_pes, words=words)
     layout.place(receiver, Rect(1, 0, num_pes), words=words)

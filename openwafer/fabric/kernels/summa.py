@@ -30,7 +30,7 @@ def route_multicast(axis: Axis, colours: Colours) -> None:
     for onwards, backwards in colours:
         for colour, onward, back in ((onwards, axis.forward, axis.backward), (backwards, axis.backward, axis.forward)):
             last = axis.length - 1 if onward == axis.forward else 0
-            axis.route(colour, 0, (RAMP, back), (onward, RAMP), axis.length)
+            axis.route(colour, int(last == 0), (RAMP, back), (onward, RAMP), axis.length - 1)
             axis.route(colour, last, (RAMP, back), RAMP)
 
 
