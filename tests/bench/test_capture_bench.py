@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_it_measures_all_three(tmp_path: Path) -> None:
     out = tmp_path / "capture.json"
     command = [sys.executable, ROOT / "bench" / "capture.py", "--presets", "gpt_tiny", "--repeats", "1", "--out", out]

@@ -43,6 +43,7 @@ def test_parts_on_a_tiny_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found["streamed_equal"] is True
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     """Through to machine code; none keeps numbers in local memory."""
     pytest.importorskip("triton", reason="there is no Triton for this platform")

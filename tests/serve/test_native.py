@@ -97,6 +97,7 @@ def test_keys_in_half_precision_stay_close(request: pytest.FixtureRequest) -> No
     half.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() == "x86_64", reason="the tests above run what the processor has")
 def test_the_loops_for_avx512_with_its_instructions_emulated(tmp_path: Path) -> None:
     """The tests above, in a process whose kernels are compiled as for such a processor (see avx512/immintrin.h)."""
