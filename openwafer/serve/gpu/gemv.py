@@ -40,6 +40,34 @@ def inside(pointers, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
+def write_outputs(
+    y,
+    z,
+    bias_ptr,
+    out_ptr,
+    outputs,
+    num_outputs,
+    HAS_BIAS: tl.constexpr,
+    ADDS: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """The end of a product of one row: bias, activation, gate (`z` is what it is multiplied with), residual."""
+    rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + rows)
+        if GATED:
+            z += tl.load(bias_ptr + rows + num_outputs)
+    y = activated(y, KIND)
+    if GATED:
+        y = y * z
+    is_mine = outputs < num_outputs
+    if ADDS:
+        y += tl.load(out_ptr + outputs, mask=is_mine, other=0.0).to(tl.float32)
+    tl.store(out_ptr + outputs, y.to(out_ptr.dtype.element_ty), mask=is_mine)
+
+
+@triton.jit
 def gemv_kernel(
     x_ptr,
     norm_ptr,
@@ -93,17 +121,7 @@ def gemv_kernel(
         factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / NUM_INPUTS + eps)
         y = y * factor
         z = z * factor
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + rows)
-        if GATED:
-            z += tl.load(bias_ptr + rows + num_outputs)
-    y = activated(y, KIND)
-    if GATED:
-        y = y * z
-    is_mine = outputs < num_outputs
-    if ADDS:
-        y += tl.load(out_ptr + outputs, mask=is_mine, other=0.0).to(tl.float32)
-    tl.store(out_ptr + outputs, y.to(out_ptr.dtype.element_ty), mask=is_mine)
+    write_outputs(y, z, bias_ptr, out_ptr, outputs, num_outputs, HAS_BIAS, ADDS, GATED, KIND)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

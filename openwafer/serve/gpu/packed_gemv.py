@@ -10,7 +10,7 @@ of 32 inputs.
 import triton
 import triton.language as tl
 
-from openwafer.serve.gpu.gemv import activated, inside
+from openwafer.serve.gpu.gemv import activated, inside, write_outputs
 from openwafer.serve.gpu.overlap import fetch_early, wait_for_inputs
 
 
@@ -131,17 +131,7 @@ def packed_gemv_kernel(
         factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / NUM_INPUTS + eps)
         y = y * factor
         z = z * factor
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + rows)
-        if GATED:
-            z += tl.load(bias_ptr + rows + num_outputs)
-    y = activated(y, KIND)
-    if GATED:
-        y = y * z
-    is_mine = outputs < num_outputs
-    if ADDS:
-        y += tl.load(out_ptr + outputs, mask=is_mine, other=0.0).to(tl.float32)
-    tl.store(out_ptr + outputs, y.to(out_ptr.dtype.element_ty), mask=is_mine)
+    write_outputs(y, z, bias_ptr, out_ptr, outputs, num_outputs, HAS_BIAS, ADDS, GATED, KIND)
 
 
 @triton.jit

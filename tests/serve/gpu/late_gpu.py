@@ -13,6 +13,8 @@ import torch
 
 from openwafer.csx.device import Moment
 from openwafer.direct_io import aligned_bytes
+from openwafer.models.config import ModelConfig
+from openwafer.models.load import StoredModel
 from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.gpu.device import Device
 from openwafer.serve.gpu.gpus import Gpus
@@ -20,7 +22,11 @@ from openwafer.serve.gpu.layer_stream import weights_of
 from openwafer.serve.gpu.places import Places
 from openwafer.serve.gpu.plain import Kernels, PlainKernels
 from openwafer.serve.gpu.plan import Attention, Project
+from openwafer.serve.gpu.plan_builder import PlanBuilder
+from openwafer.serve.gpu.runner import GpuRunner
+from openwafer.serve.loading import load_program
 from openwafer.serve.program import Norm, Program
+from openwafer.serve.region import Region
 
 NAN = 255  # in every byte: not a number in fp32, bf16 and fp16
 
@@ -167,3 +173,21 @@ class LateGpus(Gpus):
     def kernels(self, program: Program, config: EngineConfig, device: Device) -> Kernels:
         assert isinstance(device, LateGpu)
         return WatchedKernels(device)
+
+
+def watched_runner(
+    device: LateGpu, model: StoredModel, config: ModelConfig, builder: PlanBuilder, dtype: torch.dtype
+) -> GpuRunner:
+    """A small runner whose streamed layers `builder` takes while the model is loaded."""
+    program = load_program(model, EngineConfig(), taker=builder)
+    return GpuRunner(
+        program,
+        num_blocks=8,
+        max_rows=64,
+        max_sequences=4,
+        device=device.where,
+        dtype=dtype,
+        kernels=WatchedKernels(device),
+        plan=builder.plan(Region.whole(config)),
+        stream=builder.stream,
+    )

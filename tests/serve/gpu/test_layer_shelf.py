@@ -16,7 +16,7 @@ from openwafer.serve.gpu.runner import GpuRunner
 from openwafer.serve.loading import load_program
 from openwafer.serve.region import Region
 from tests.serve.conftest import CONFIGS, stored, tiny_module
-from tests.serve.gpu.late_gpu import LateGpu, WatchedKernels
+from tests.serve.gpu.late_gpu import LateGpu, watched_runner
 from tests.serve.test_native import feed
 
 DEEP = dataclasses.replace(CONFIGS["llama"], num_hidden_layers=8)
@@ -27,18 +27,7 @@ PIECES = [30, 1, 1, 13]
 def runner_on(device: LateGpu, streamed: set[int], on_flash: set[int], folder: Path) -> GpuRunner:
     shelf = FlashShelf(device, folder, 150_000, len(on_flash)) if on_flash else None
     builder = PlanBuilder(device, torch.float32, 256, frozenset(streamed), frozenset(on_flash), shelf)
-    program = load_program(MODEL, EngineConfig(), taker=builder)
-    return GpuRunner(
-        program,
-        num_blocks=8,
-        max_rows=64,
-        max_sequences=4,
-        device=device.where,
-        dtype=torch.float32,
-        kernels=WatchedKernels(device),
-        plan=builder.plan(Region.whole(DEEP)),
-        stream=builder.stream,
-    )
+    return watched_runner(device, MODEL, DEEP, builder, torch.float32)
 
 
 @pytest.fixture(scope="module")

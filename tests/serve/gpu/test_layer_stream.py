@@ -16,7 +16,7 @@ from openwafer.serve.loading import load_program
 from openwafer.serve.program import Linear
 from openwafer.serve.region import Region
 from tests.serve.conftest import CONFIGS, stored, tiny_module, tiny_program
-from tests.serve.gpu.late_gpu import Computed, LateGpu, WatchedKernels
+from tests.serve.gpu.late_gpu import Computed, LateGpu, WatchedKernels, watched_runner
 from tests.serve.test_native import feed
 
 DEEP = dataclasses.replace(CONFIGS["llama"], num_hidden_layers=5)
@@ -24,19 +24,8 @@ PIECES = [30, 1, 14]
 
 
 def runner_on(device: LateGpu, config: ModelConfig, layers: set[int], dtype: torch.dtype = torch.float32) -> GpuRunner:
-    model = stored(tiny_module(config))
     builder = PlanBuilder(device, dtype, config.max_position_embeddings, frozenset(layers))
-    program = load_program(model, EngineConfig(), taker=builder)
-    return GpuRunner(
-        program,
-        num_blocks=8,
-        max_rows=64,
-        max_sequences=4,
-        device=device.where,
-        dtype=dtype,
-        kernels=WatchedKernels(device),
-        plan=builder.plan(Region.whole(config)),
-    )
+    return watched_runner(device, stored(tiny_module(config)), config, builder, dtype)
 
 
 def logits(config: ModelConfig, layers: set[int], dtype: torch.dtype = torch.float32) -> np.ndarray:
