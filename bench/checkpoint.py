@@ -1,6 +1,7 @@
 """Checkpoints: their write rate against the disk's, and how long training stalls for one.
 
     python bench/checkpoint.py [--folder DIR] [--hidden_size 1024] [--layers 16] [--steps 4] [--repeats 3]
+    python bench/checkpoint.py --device cuda --hidden_size 2048 --layers 20 --tokens 2048 --samples 8 --steps 30
 
 The default is a GPT of 200M parameters with AdamW state: 2.4 GB; `--hidden_size 2048 --layers 20` is one of 1B,
 12 GB. The floor is the disk: one file of the same size written front to back with O_DIRECT, before and after each
@@ -12,10 +13,12 @@ virtual machine has to ask its host for.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -32,6 +35,7 @@ from openwafer.memoryx.placement import close_tiers, open_tiers, place
 from openwafer.memoryx.store import Store
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
+from openwafer.train.gpu import GpuWorker
 from openwafer.train.saver import Saver
 from openwafer.train.streamed import Streamed, fill
 
@@ -58,7 +62,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure (default: temporary files)")
     parser.add_argument("--hidden_size", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=32, help="per step")
+    parser.add_argument("--tokens", type=int, default=32, help="per sample")
+    parser.add_argument("--samples", type=int, default=1, help="per step, each a micro-batch")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--steps", type=int, default=4, help="steps with and without a checkpoint")
     parser.add_argument("--repeats", type=int, default=3, help="checkpoints whose rate is measured")
     parser.add_argument("--snapshot", type=int, default=None, help="bytes for copies of what training changes")
@@ -74,29 +80,42 @@ def main() -> None:
         module = build(model)
     ids = torch.randint(0, 256, (1, args.tokens))
     batch = {"input_ids": ids, "labels": ids.clone()}
-    graph = capture(module.train(), (), batch)
+    on_gpu = args.device == "cuda"
+    graph = capture(module.train(), (), batch, dtype=torch.bfloat16 if on_gpu else None)
     config, memory = OptimizerConfig(), MemoryConfig(snapshot=args.snapshot)
-    optimizer = make_optimizer(config)
-    placement = place(graph, optimizer, memory)
-    tiers = open_tiers(placement, memory)
-    store = Store(graph, optimizer, tiers)
+    optimizer, wire = make_optimizer(config), "bf16" if on_gpu else "fp32"
+    placement, link = place(graph, optimizer, memory, wire), None
+    worker = GpuWorker(None, config) if on_gpu else None
+    if worker is not None:
+        worker.check(graph, args.samples)
+    tiers = open_tiers(placement, memory) if worker is None else worker.open_tiers(placement, memory)
+    store = Store(graph, optimizer, tiers, wire)
     fill(store, initialise(module, graph.weights, 0))
-    engine = Streamed(graph, store, {}, config, lambda step: 1.0)
+    if worker is not None:
+        link, _ = worker.attach(graph, store, 0, {})
+    engine = Streamed(graph, store, {}, config, lambda step: 1.0, link=link)
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        result = measure(engine, batch, Path(name), placement.dram_bytes, args.steps, args.repeats)
+        result = measure(engine, [batch] * args.samples, Path(name), placement.dram_bytes, args.steps, args.repeats)
+    if worker is not None:
+        worker.close()
     close_tiers(tiers)
     print(json.dumps({"parameters": graph.num_parameters, **result}, indent=1))
 
 
-def measure(engine: Streamed, batch: dict, folder: Path, num_bytes: int, steps: int, repeats: int) -> dict[str, float]:
+def measure(
+    engine: Streamed, micro_batches: list[dict], folder: Path, num_bytes: int, steps: int, repeats: int
+) -> dict[str, float]:
     def seconds_of_steps() -> float:
-        began = time.perf_counter()
+        ends = [time.perf_counter()]
         for _ in range(steps):
-            engine.step([batch])
-        return time.perf_counter() - began
+            engine.step(micro_batches)
+            ends.append(time.perf_counter())
+        each = [f"{end - begin:.3f}" for begin, end in itertools.pairwise(ends)]
+        print(f"steps of {' '.join(each)} s", file=sys.stderr)
+        return ends[-1] - ends[0]
 
     saver = Saver(lambda step, tensors: checkpoint.save(folder / str(step), step, tensors, {}, keep=1), print)
-    engine.step([batch])
+    engine.step(micro_batches)
     rates, disks, ratios, used = [], [disk_rate(folder, num_bytes)], [], []
     for number in range(repeats):
         began, cpu = time.perf_counter(), time.process_time()

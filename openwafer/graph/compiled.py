@@ -31,7 +31,7 @@ class CompiledFunction(UnitFunction):
 
     def __getstate__(self) -> dict[str, Any]:
         """Sent to another process, it is compiled there."""
-        return {**self.__dict__, "compiled": {}}
+        return {**super().__getstate__(), "compiled": {}}
 
     def _code_on(self, device: torch.device) -> Code:
         if device not in self.compiled:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from openwafer.graph.code_parcel import CodeParcel
+
 # Segments of a flat buffer start at multiples of this many elements: vector tails then never straddle two
 # weights, so an optimizer kernel run over the flat buffer rounds exactly as when run weight by weight.
 SEGMENT_ELEMENTS = 16
@@ -76,6 +78,12 @@ class UnitFunction:
     updated_buffers: tuple[int, ...]
     is_random: bool
     cost: Cost
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "code": CodeParcel.of(self.code)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, code=state["code"].code())
 
     def __call__(
         self, weights: Sequence[Tensor], buffers: Sequence[Tensor], inputs: Sequence[Tensor]

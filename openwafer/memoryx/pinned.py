@@ -3,8 +3,11 @@
 PyTorch's own pinned allocator rounds up to powers of two; here whole pages are mapped and registered.
 """
 
+import logging
 import weakref
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,26 +16,62 @@ from openwafer.memoryx.store import WIRE
 from openwafer.memoryx.tier import DramTier, Key
 from openwafer.pages import mapped
 
+_log = logging.getLogger(__name__)
+_ALREADY_LOCKED = 712  # cudaErrorHostMemoryAlreadyRegistered
+_TRIES = 16
+
 
 def lock(memory: Tensor) -> None:
     """Page-lock memory that begins at a page; whoever gives it back unlocks it before, or the process ends."""
-    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # pyright: ignore[reportOptionalMemberAccess]
-    if int(status) != 0:
-        raise UserError(
-            f"cannot lock {memory.nbytes / 2**30:.2f} GiB of host memory for the GPU (CUDA error {int(status)}): "
-            "raise the limit of locked memory (ulimit -l) or give a smaller DRAM budget"
-        )
+    status = _lock(memory)
+    if status:
+        raise _refused(memory.nbytes, status)
 
 
 def pinned(num_elements: int, dtype: torch.dtype) -> Tensor:
     """A zeroed, page-locked flat CPU tensor."""
     num_bytes = max(1, num_elements * dtype.itemsize)
     # The tensor keeps the array alive and the array its pages; they are unlocked just before they go.
-    array = mapped(num_bytes)
+    array = _locked(num_bytes)
     raw = torch.from_numpy(array)
-    lock(raw)
-    weakref.finalize(array, torch.cuda.cudart().cudaHostUnregister, raw.data_ptr())  # pyright: ignore
+    weakref.finalize(array, _unlock, raw.data_ptr())
     return raw[: num_elements * dtype.itemsize].view(dtype)
+
+
+def _locked(num_bytes: int) -> np.ndarray:
+    """CUDA may not have forgotten pages yet that were unlocked a moment ago while the GPU was at work. Their addresses
+    are free for new pages at once: those are kept aside until there are some at another address."""
+    aside: list[np.ndarray] = []
+    status = _ALREADY_LOCKED
+    while status == _ALREADY_LOCKED and len(aside) < _TRIES:
+        aside.append(mapped(num_bytes))
+        status = _lock(torch.from_numpy(aside[-1]))
+    if status:
+        raise _refused(num_bytes, status)
+    if len(aside) > 1:
+        _log.debug("%d bytes of host memory were locked at address %d", num_bytes, len(aside))
+    return aside[-1]
+
+
+def _lock(memory: Tensor) -> int:
+    return int(_cuda().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+
+
+def _unlock(address: int) -> None:
+    status = int(_cuda().cudaHostUnregister(address))
+    if status:
+        _log.warning("CUDA did not unlock host memory (error %d)", status)
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()
+
+
+def _refused(num_bytes: int, status: int) -> UserError:
+    return UserError(
+        f"cannot lock {num_bytes / 2**30:.2f} GiB of host memory for the GPU (CUDA error {status}): "
+        "raise the limit of locked memory (ulimit -l) or give a smaller DRAM budget"
+    )
 
 
 class PinnedTier(DramTier):

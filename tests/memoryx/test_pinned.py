@@ -1,0 +1,70 @@
+"""Without a GPU: a driver that keeps a ledger of what is locked, and may forget slowly (`bench/cli_gpu.py` has a GPU)."""
+
+import gc
+
+import pytest
+import torch
+
+from openwafer.errors import UserError
+from openwafer.memoryx import pinned as module
+from openwafer.memoryx.pinned import pinned
+
+
+class Driver:
+    """`forgets` says whether unlocked pages are forgotten at once."""
+
+    def __init__(self, *, forgets: bool = True, room: int = 1 << 30) -> None:
+        self.forgets, self.room = forgets, room
+        self.locked: dict[int, int] = {}
+        self.stale: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        for begin, size in (self.locked | self.stale).items():
+            if begin < address + num_bytes and address < begin + size:
+                return 712
+        if sum(self.locked.values()) + num_bytes > self.room:
+            return 2
+        self.locked[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        num_bytes = self.locked.pop(address)
+        if not self.forgets:
+            self.stale[address] = num_bytes
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    monkeypatch.setattr(module, "_cuda", lambda: driver)
+    return driver
+
+
+@pytest.mark.parametrize("num_elements", [0, 1, 1000, 1 << 20])
+def test_memory_is_zeroed_and_locked_until_it_goes(driver: Driver, num_elements: int) -> None:
+    memory = pinned(num_elements, torch.float32)
+    assert memory.shape == (num_elements,)
+    assert not memory.any()
+    assert list(driver.locked.values()) == [max(1, 4 * num_elements)]
+    view = memory[num_elements // 2 :]
+    del memory
+    assert driver.locked
+    del view
+    gc.collect()
+    assert not driver.locked
+
+
+def test_pages_that_the_driver_still_holds_are_not_used_again(driver: Driver) -> None:
+    driver.forgets = False
+    for _ in range(10):
+        pinned(1000, torch.float32)  # gives its pages back at once
+    assert not driver.locked
+    assert len(driver.stale) == 10
+
+
+def test_no_more_locked_memory_is_an_error_that_says_what_to_do(driver: Driver) -> None:
+    driver.room = 1 << 20
+    with pytest.raises(UserError, match=r"cannot lock 0.02 GiB .*CUDA error 2.*ulimit -l.*smaller DRAM budget"):
+        pinned(5 << 20, torch.float32)
+    assert not driver.locked
