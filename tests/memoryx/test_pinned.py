@@ -1,4 +1,4 @@
-"""Without a GPU: a driver that keeps a ledger of what is locked, and may forget slowly (`bench/cli_gpu.py` has a GPU)."""
+"""Without a GPU: a driver with a ledger of what is locked, which may forget slowly. `bench/cli_gpu.py` has a real one."""
 
 import gc
 
