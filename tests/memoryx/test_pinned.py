@@ -1,4 +1,4 @@
-"""Without a GPU: a driver with a ledger of what is locked, which may forget slowly. `bench/cli_gpu.py` has a real one."""
+"""Without a GPU: a driver with a ledger of what is locked, which may forget slowly (`bench/cli_gpu.py`: a real one)."""
 
 import gc
 
