@@ -26,10 +26,11 @@ from safetensors import SafetensorError, safe_open
 from openwafer.direct_io import has_direct
 from openwafer.errors import UserError
 from openwafer.file_lock import FileLock
-from openwafer.tensor_file import CHUNK_BYTES, ChunkPool, TensorFile, digest_of, header_bytes_for
+from openwafer.tensor_file import CHUNK_BYTES, LARGE_CHUNK_BYTES, ChunkPool, TensorFile, digest_of, header_bytes_for
 
 FORMAT = 2  # format 1 has the SHA-256 of whole files only
 SHARD_BYTES = 256 << 20
+_FEW_SHARDS = 4  # with more, memory for larger chunks is little beside the checkpoint
 _STEP = re.compile(r"step_(\d{8,})")
 _RETIRED = re.compile(r"\.(step_\d{8,})\.old")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(new|gone)\..*")
@@ -53,7 +54,7 @@ def save(
     """Write a checkpoint and return its folder; then delete all but the last `keep` (None: delete none).
 
     Each tensor is copied in chunks while they are written, so the caller may reuse its buffer; a few chunks of
-    `CHUNK_BYTES` are held. `meta` is any JSON. If writing fails, earlier checkpoints are as they were.
+    `LARGE_CHUNK_BYTES` are held. `meta` is any JSON. If writing fails, earlier checkpoints are as they were.
     """
     assert step >= 0
     assert keep is None or keep >= 1
@@ -132,7 +133,15 @@ def _write_tensors(
                     if shards:
                         shards[-1].finish()  # in the background: the next one begins at once
                     path = folder / f"tensors-{len(shards):05d}.safetensors"
-                    shards.append(TensorFile(path, pool, direct=direct, header_bytes=header_bytes_for(name, tensor)))
+                    shards.append(
+                        TensorFile(
+                            path,
+                            pool,
+                            direct=direct,
+                            header_bytes=header_bytes_for(name, tensor),
+                            chunk_bytes=CHUNK_BYTES if len(shards) < _FEW_SHARDS else LARGE_CHUNK_BYTES,
+                        )
+                    )
                 entries[name] = {"file": shards[-1].path.name, **_spec(tensor)}
                 shards[-1].add(name, tensor)
             if shards:
@@ -148,7 +157,7 @@ def _write_tensors(
         files[shard.path.name] = {
             "sha256_of_pieces": shard.digest,
             "header_bytes": shard.header_bytes,
-            "piece_bytes": CHUNK_BYTES,
+            "piece_bytes": shard.chunk_bytes,
         }
     return entries, files
 

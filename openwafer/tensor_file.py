@@ -4,7 +4,7 @@ Tensors are copied into aligned chunks as they come; threads hash the chunks and
 last, into room left for it at the start, so a file that was cut short has none.
 
 A file's `digest` is the SHA-256 of the SHA-256s of its pieces: the header (with its length), then chunks of
-`CHUNK_BYTES`. One core hashes more slowly than a good disk writes; pieces can be hashed by several.
+`chunk_bytes`. One core hashes more slowly than a good disk writes; pieces can be hashed by several.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from torch import Tensor
 from openwafer.direct_io import aligned_bytes, bytes_of, open_file, rounded_up, write_fully
 
 CHUNK_BYTES = 4 << 20
+LARGE_CHUNK_BYTES = 16 << 20  # of files of large checkpoints: threads disturb training less often
 HEADER_BYTES = 32 << 10  # room for the header, unless one tensor needs more
 _NUM_THREADS = min(6, (os.cpu_count() or 1) + 2)  # some hash while others wait for the disk
 _NICENESS = 10  # a tenth of a core that is wanted by others as well, all of one that is not
@@ -55,12 +56,15 @@ class ChunkPool:
             self._free.put(None)  # allocated when they are needed
         self._error: BaseException | None = None
 
-    def take(self) -> Tensor:
+    def take(self, num_bytes: int = CHUNK_BYTES) -> Tensor:
         chunk = self._free.get()
         if self._error is not None:
             self._free.put(chunk)
             raise self._error
-        return aligned_bytes(CHUNK_BYTES) if chunk is None else chunk
+        if chunk is None or len(chunk) < num_bytes:
+            del chunk  # the old one goes before the new one comes
+            return aligned_bytes(num_bytes)
+        return chunk
 
     def run(self, work: Callable[[], None], chunk: Tensor | None = None) -> None:
         """Have it done by a thread, which then frees the chunk."""
@@ -86,8 +90,17 @@ class ChunkPool:
 class TensorFile:
     """One new file. Once `finish` was called and the pool is closed, it is on disk and has a `digest`."""
 
-    def __init__(self, path: Path, pool: ChunkPool, *, direct: bool, header_bytes: int = HEADER_BYTES) -> None:
+    def __init__(
+        self,
+        path: Path,
+        pool: ChunkPool,
+        *,
+        direct: bool,
+        header_bytes: int = HEADER_BYTES,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
         self.path = path
+        self.chunk_bytes = chunk_bytes
         self.num_bytes = 0  # of the tensors so far
         self.digest: str | None = None  # filled when the file is on disk
         self.header_bytes = header_bytes
@@ -115,13 +128,13 @@ class TensorFile:
         self.num_bytes += len(left)
         while len(left):
             if self._chunk is None:
-                self._chunk = self._pool.take()
-            count = min(len(left), CHUNK_BYTES - self._filled)
+                self._chunk = self._pool.take(self.chunk_bytes)
+            count = min(len(left), self.chunk_bytes - self._filled)
             # numpy's copy lets other threads run, that of a memoryview does not
             np.copyto(self._chunk.numpy()[self._filled : self._filled + count], left[:count])
             left = left[count:]
             self._filled += count
-            if self._filled == CHUNK_BYTES:
+            if self._filled == self.chunk_bytes:
                 self._send()
 
     def finish(self) -> None:
@@ -148,7 +161,7 @@ class TensorFile:
             memory = bytes_of(chunk)
             self._digests[number] = hashlib.sha256(memory[:length]).digest()
             # The last one is written in whole blocks: what is too much is cut off at the end.
-            write_fully(self._file, memory[: rounded_up(length)], self.header_bytes + number * CHUNK_BYTES)
+            write_fully(self._file, memory[: rounded_up(length)], self.header_bytes + number * self.chunk_bytes)
             self._piece_done()
 
         self._pool.run(work, chunk)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from openwafer.checkpoint import Checkpoint, latest, save
+from openwafer.checkpoint import BrokenCheckpoint, Checkpoint, latest, save
 from openwafer.errors import UserError
 
 
@@ -49,6 +49,22 @@ def test_what_is_saved_comes_back(tmp_path, shard_bytes):
     assert len(sizes) == {1: 5, 200: 2, 1 << 30: 2}[shard_bytes]
     with pytest.raises(UserError, match="no tensor 'weights/zzz'"):
         checkpoint.read("weights/zzz")
+
+
+def test_large_checkpoints_are_written_in_larger_pieces(tmp_path):
+    def numbered(index):
+        return torch.full(((20 << 20) // 4,), float(index))
+
+    folder = save(tmp_path, 1, ((str(index), numbered(index)) for index in range(6)), {}, shard_bytes=1)
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    assert [entry["piece_bytes"] for entry in files.values()] == [4 << 20] * 4 + [16 << 20] * 2
+    saved = Checkpoint.open(folder)
+    assert all(torch.equal(saved.read(str(index)), numbered(index)) for index in range(6))
+    with (folder / list(files)[-1]).open("r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(BrokenCheckpoint):
+        Checkpoint.open(folder).read("5")
 
 
 def test_views_ties_and_reused_buffers(tmp_path):
@@ -244,7 +260,7 @@ FULL_DISK = """
 import resource, sys, torch
 from pathlib import Path
 from openwafer.errors import UserError
-from openwafer.checkpoint import Checkpoint, latest, save
+from openwafer.checkpoint import BrokenCheckpoint, Checkpoint, latest, save
 model_dir, limit = Path(sys.argv[1]), int(sys.argv[2])
 save(model_dir, 1, [("weights/a", torch.ones(1000))], {})
 if limit:
@@ -288,7 +304,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path):
 KILLED = """
 import os, random, signal, sys, time, torch
 from pathlib import Path
-from openwafer.checkpoint import Checkpoint, latest, save
+from openwafer.checkpoint import BrokenCheckpoint, Checkpoint, latest, save
 model_dir = Path(sys.argv[1])
 random.seed(int(sys.argv[2]))
 

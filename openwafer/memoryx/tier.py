@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from openwafer.memoryx.ready_pages import ReadyPages
 from openwafer.pages import zeros
 
 Key = tuple[int, str]  # (index of the Unit, field such as "wire" or "m")
@@ -86,6 +87,7 @@ class DramTier:
         self._reading: set[Key] = set()  # frozen arrays that are being read where they are
         self._wanted: Key | None = None  # what `preserve` was last called for since `freeze`
         self._is_waiting = False  # whether that call waits
+        self._pages = ReadyPages()  # for copies
 
     @property
     def num_bytes(self) -> int:
@@ -118,6 +120,11 @@ class DramTier:
         with self._changed:
             self._frozen = set(self._arrays)
             self._wanted = None
+            self._pages.close()
+            if self._snapshot_bytes is None:  # else memory is scarce: only what is copied is taken
+                # The last Unit's arrays are changed first.
+                arrays = sorted(self._arrays.items(), key=lambda item: -item[0][0])
+                self._pages = ReadyPages((key, array.numel(), array.dtype) for key, array in arrays)
 
     def preserve(self, key: Key) -> None:
         with self._changed:
@@ -125,8 +132,9 @@ class DramTier:
             self._changed.wait_for(lambda: not self._must_wait(key))
             self._is_waiting = False
             if key in self._frozen and key not in self._copies:
-                self._copies[key] = copy = zeros(self._arrays[key].numel(), self._arrays[key].dtype)
-                copy.copy_(self._arrays[key])
+                array, copy = self._arrays[key], self._pages.take(key)
+                copy = zeros(array.numel(), array.dtype) if copy is None else copy
+                self._copies[key] = copy.copy_(array)
 
     def _must_wait(self, key: Key) -> bool:
         """While the old content is being read in place, or there is no room for a copy and others will go."""
@@ -159,6 +167,7 @@ class DramTier:
     def drop_frozen(self, key: Key) -> None:
         with self._changed:
             self._frozen.discard(key)
+            self._pages.drop(key)
             self._copies.pop(key, None)
             self._reading.discard(key)
             self._changed.notify_all()
@@ -166,6 +175,7 @@ class DramTier:
     def thaw(self) -> None:
         with self._changed:
             self._frozen.clear()
+            self._pages.close()
             self._copies.clear()
             self._reading.clear()
             self._changed.notify_all()
