@@ -67,7 +67,8 @@ class InvariantKernels(TritonKernels):
         weight, tile = step.weight, self._one_tile
         rows = src.to(weight.dtype) if step.norm is None else self.norm(step.norm, src, weight.dtype)
         if isinstance(weight, PackedWeight):
-            self.packed.few_rows(step, weight, rows, out, adds, tile, self._num_rows, self._overlap(src))
+            overlap = self._overlap(src)
+            self.packed.few_rows(step, weight, rows, out, adds, tile, self._num_rows, overlap, is_invariant=True)
             return
         bias = weight if step.bias is None else step.bias
         num_rows, num_inputs = rows.shape
