@@ -20,6 +20,7 @@ from openwafer.serve.gpu.places import Places, Run
 from openwafer.serve.gpu.plain import Kernels, PlainKernels, product
 from openwafer.serve.gpu.plan import Attention, Project
 from openwafer.serve.gpu.sending import sent
+from openwafer.serve.gpu.splitting import Splitting
 from openwafer.serve.gpu.tuning import Tile, Tuning
 from openwafer.serve.program import Norm, Program
 
@@ -64,7 +65,8 @@ class TritonKernels(PlainKernels):
         self._merge: Any = attention.merge_kernel
         self._prompt: Any = attention.prompt_kernel
         self.tuning = tuning or Tuning()
-        self.packed = PackedProducts(self.tuning)
+        self.splitting = Splitting(self.tuning)
+        self.packed = PackedProducts(self.tuning, self.splitting)
         self._overlaps: dict[torch.device, dict[str, Any]] = {}
         self._adds_wide = self.tuning.library_adds  # until the library's product says that it cannot add to fp32
         self._tiles: tuple[tuple[Run, ...], torch.Tensor] | None = None  # those of the last batch: all layers share
@@ -298,8 +300,8 @@ class TritonKernels(PlainKernels):
             return
         rows = src.to(weight.dtype) if step.norm is None else self.norm(step.norm, src, weight.dtype)
         strides = rows.stride(0), out.stride(0)
-        block_m = max(16, power_of_two(num_rows))
-        self._skinny[grid](rows, weight, bias, out, num_rows, step.num_outputs, *strides, BLOCK_M=block_m, **flags)
+        flags |= {"BLOCK_M": max(16, power_of_two(num_rows)), "SPLITS": 1}
+        self._skinny[grid](rows, weight, bias, out, num_rows, step.num_outputs, *strides, **flags)
 
     def _small_packed(
         self, step: Project, weight: PackedWeight, src: torch.Tensor, out: torch.Tensor, adds: bool

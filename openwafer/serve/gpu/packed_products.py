@@ -7,6 +7,7 @@ import torch
 from openwafer.serve.gpu.packed_weight import PackedWeight
 from openwafer.serve.gpu.plain import product
 from openwafer.serve.gpu.plan import Project
+from openwafer.serve.gpu.splitting import Splitting
 from openwafer.serve.gpu.tuning import Tile, Tuning
 
 _ALIGNED = 16  # outputs
@@ -16,17 +17,16 @@ _LEAST_GROUPS = 2  # of inputs, that a program takes
 class PackedProducts:
     """All compute what `plain.PlainKernels.project` does; `overlap` says how kernels are started."""
 
-    def __init__(self, tuning: Tuning) -> None:
-        from openwafer.serve.gpu import packed_gemv, split_sums
+    def __init__(self, tuning: Tuning, splitting: Splitting) -> None:
+        from openwafer.serve.gpu import packed_gemv
 
         # Untyped: the kernels are there only where Triton is.
         self._gemv: Any = packed_gemv.packed_gemv_kernel
         self._skinny: Any = packed_gemv.packed_skinny_kernel
         self._unpack: Any = packed_gemv.unpack_kernel
-        self._sum: Any = split_sums.sum_kernel
         tl: Any = packed_gemv.tl
         self._kinds = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-        self._num_programs = tuning.num_programs
+        self._splitting = splitting
         self._scratch_bytes = tuning.scratch_bytes
         self._scratches: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
@@ -73,7 +73,8 @@ class PackedProducts:
         num_rows, num_outputs = rows.shape[0], weight.shape[0]
         num_tiles = -(-num_outputs // tile.num_outputs)
         num_row_tiles = -(-num_rows // tile_rows)
-        splits = self._splits(weight, num_tiles if is_invariant else num_tiles * num_row_tiles)
+        all_tiles = num_tiles if is_invariant else num_tiles * num_row_tiles
+        splits = self._splitting.count(all_tiles, weight.num_groups, _LEAST_GROUPS)
         target = out
         # A gate's two sums are of different programs too: one that had both would have too few registers.
         is_part = splits > 1 or step.gated
@@ -97,36 +98,7 @@ class PackedProducts:
             **overlap,
         )
         if is_part:
-            self.add_parts(step, target, out, adds, overlap)
-
-    def _splits(self, weight: PackedWeight, num_tiles: int) -> int:
-        """Programs that share the inputs of a tile, so that there are enough of them."""
-        wanted = -(-self._num_programs // num_tiles)
-        each = -(-weight.num_groups // max(1, min(wanted, weight.num_groups // _LEAST_GROUPS)))
-        return -(-weight.num_groups // each)
-
-    def add_parts(
-        self, step: Project, parts: torch.Tensor, out: torch.Tensor, adds: bool, overlap: dict[str, Any]
-    ) -> None:
-        """The end of a product: `out` is written or added to. Parts fp32 [splits, rows, rows of the weight]"""
-        (splits, num_rows, _), num_outputs = parts.shape, step.num_outputs
-        block = 512
-        self._sum[(num_rows, -(-num_outputs // block))](
-            parts,
-            parts if step.bias is None else step.bias,
-            out,
-            num_rows,
-            num_outputs,
-            out.stride(0),
-            SPLITS=splits,
-            HAS_BIAS=step.bias is not None,
-            ADDS=adds,
-            GATED=step.gated,
-            KIND=step.activation or "none",
-            BLOCK=block,
-            num_warps=4,
-            **overlap,
-        )
+            self._splitting.add(step, target, out, adds, overlap)
 
     def product(self, rows: torch.Tensor, weight: PackedWeight, wide: bool, overlap: dict[str, Any]) -> torch.Tensor:
         """The library's, of many rows: [r, outputs] of the weight's dtype, or fp32 if `wide`."""

@@ -139,11 +139,16 @@ def test_matrices_larger_than_the_scratch_memory() -> None:
     torch.testing.assert_close(kernels.project(step, rows, wide=True), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("num_bits", [4, 8])
-def test_a_row_of_a_product_has_the_same_bits_in_every_batch(num_bits: int) -> None:
-    kernels = InvariantKernels(64, PACKED, PACKED.packed_skinny, num_rows=16)
-    step = Project(dst=SPAN, src=SPAN, weight=packed(num_bits, 21, 100))
-    src = torch.randn(40, 100, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("num_bits", [None, 4, 8])
+def test_a_row_of_a_product_has_the_same_bits_in_every_batch(num_bits: int | None) -> None:
+    """Its inputs are split over programs."""
+    kernels = InvariantKernels(64, replace(PACKED, num_programs=12), PACKED.packed_skinny, num_rows=16)
+    num_inputs = 1030 if num_bits == 4 else 500
+    weight = packed(num_bits or 8, 18, num_inputs)
+    weight = weight if num_bits else weight.dense().contiguous()
+    step = Project(dst=SPAN, src=SPAN, weight=weight, activation="silu", gated=True)
+    src = torch.randn(20, num_inputs, generator=torch.Generator().manual_seed(1))
     together = kernels.project(step, src, wide=True)
-    for rows in (slice(7, 8), slice(15, 33)):
+    torch.testing.assert_close(together, PlainKernels().project(step, src, wide=True), atol=1e-3, rtol=1e-4)
+    for rows in (slice(7, 8), slice(3, 20)):
         assert torch.equal(kernels.project(step, src[rows], wide=True), together[rows])
