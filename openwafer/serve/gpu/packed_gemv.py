@@ -71,18 +71,28 @@ def fetch_weights(
     quants,
     gains,
     rows,
+    first_row,
     first,
     gain_stride,
     GROUPS: tl.constexpr,
+    EACH: tl.constexpr,
     BITS: tl.constexpr,
     LINES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Have the first LINES groups of these outputs brought into the cache, with their gains."""
-    groups = tl.minimum(first + tl.arange(0, LINES), GROUPS - 1)
-    blocks = tl.minimum(first * (32 // BITS) + tl.arange(0, LINES * 32 // BITS), GROUPS * 32 // BITS - 1)
-    fetch_early(quants + rows[:, None] * (GROUPS * 32) + groups[None, :] * 32, OVERLAPS)
-    fetch_early(gains + tl.min(rows, 0) + blocks.to(tl.int64) * gain_stride, OVERLAPS)
+    """Have these outputs' first LINES groups brought into the cache, and all gains of EACH groups (512 blocks at most).
+
+    Gains go straight to registers, without copies that are under way long before: from the cache that is soon enough.
+    """
+    if OVERLAPS:
+        groups = tl.minimum(first + tl.arange(0, LINES), GROUPS - 1)
+        fetch_early(quants + rows[:, None] * (GROUPS * 32) + groups[None, :] * 32, OVERLAPS)
+        COUNT: tl.constexpr = 512 if EACH * (32 // BITS) > 128 else 128
+        blocks = first * (32 // BITS) + tl.arange(0, COUNT)
+        blocks = tl.minimum(blocks, GROUPS * (32 // BITS) - 1).to(tl.int64)
+        fetch_early(gains + first_row + blocks * gain_stride, OVERLAPS)
+        if rows.shape[0] * (8 // BITS) >= 128:  # more than a line of 128 bytes
+            fetch_early(gains + tl.max(rows, 0) + blocks * gain_stride, OVERLAPS)
 
 
 @triton.jit
@@ -137,9 +147,11 @@ def packed_gemv_kernel(
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     up_rows = rows + num_outputs
-    fetch_weights(quants_ptr, gains_ptr, rows, 0, gain_stride, GROUPS, BITS, SLICES, OVERLAPS)
+    first_row = tl.program_id(0) * BLOCK_N
+    fetch_weights(quants_ptr, gains_ptr, rows, first_row, 0, gain_stride, GROUPS, GROUPS, BITS, SLICES, OVERLAPS)
     if GATED:
-        fetch_weights(quants_ptr, gains_ptr, up_rows, 0, gain_stride, GROUPS, BITS, SLICES, OVERLAPS)
+        first_row += num_outputs
+        fetch_weights(quants_ptr, gains_ptr, up_rows, first_row, 0, gain_stride, GROUPS, GROUPS, BITS, SLICES, OVERLAPS)
     wait_for_inputs(OVERLAPS)
     slices = tl.arange(0, SLICES)[:, None, None]
     block = tl.arange(0, 8)[None, None, :] % BLOCKS
@@ -238,7 +250,8 @@ def packed_skinny_kernel(
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     first = tl.program_id(2) * EACH
-    fetch_weights(quants_ptr, gains_ptr, rows, first, gain_stride, GROUPS, BITS, 2, OVERLAPS)
+    first_row = tl.program_id(1) * BLOCK_N
+    fetch_weights(quants_ptr, gains_ptr, rows, first_row, first, gain_stride, GROUPS, EACH, BITS, 2, OVERLAPS)
     wait_for_inputs(OVERLAPS)
     words_at = quants_ptr + rows[:, None] * (GROUPS * 32) + tl.arange(0, 32)[None, :]
     i = tl.arange(0, 32)[:, None]
