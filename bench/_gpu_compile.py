@@ -127,7 +127,7 @@ def compile_all(
 
     driver.set_active(_Driver())  # pyright: ignore[reportArgumentType]
     found: list[tuple[str, Any, dict[str, Any]]] = []
-    for owner in (kernels, kernels.packed):
+    for owner in (kernels, kernels.packed, kernels.splitting):
         for name, kernel in vars(owner).items():
             if isinstance(kernel, triton.JITFunction):
                 setattr(owner, name, _Compiling(kernel, found))

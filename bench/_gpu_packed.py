@@ -34,6 +34,8 @@ def packed_weights(
         copy_bandwidth(device, args.tiny, journal)
     for num_bits in PACKED:
         name = f"int{num_bits}"
+        if args.only and name not in args.only:
+            continue
         if not args.plain and (device.type == "cuda" or is_interpreted()):
             journal.part(f"{name} check", lambda bits=num_bits: check(config, device, bits, tuning, journal))
         if not is_interpreted():

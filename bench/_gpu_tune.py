@@ -22,24 +22,37 @@ GEMV = (
     *((32, 256, 4, 4), (16, 512, 4, 4), (32, 256, 4, 3), (16, 512, 4, 3), (64, 128, 4, 4), (32, 512, 8, 3)),
     *((8, 1024, 4, 3), (16, 256, 4, 4), (8, 1024, 4, 1), (32, 256, 8, 4), (16, 1024, 8, 3), (4, 1024, 4, 1)),
 )
+# Inputs stand for nothing here: packed weights come in groups. The last number is of programs, at least.
 PACKED_GEMV = (
-    *((64, 256, 4, 4), (32, 512, 4, 4), (64, 512, 8, 3), (128, 256, 4, 3), (32, 512, 4, 3), (16, 1024, 4, 4)),
-    *((64, 256, 4, 3), (128, 256, 8, 4)),
+    *((32, 256, 4, 4, 250), (16, 256, 8, 3, 250), (32, 256, 8, 3, 120), (32, 256, 4, 4, 120), (32, 256, 8, 3, 250)),
+    *((64, 256, 4, 3, 250), (32, 256, 4, 3, 250), (16, 256, 4, 5, 250), (32, 256, 4, 6, 250), (64, 256, 8, 2, 120)),
 )
-PACKED_SKINNY = ((64, 128, 4, 3), (64, 128, 4, 4), (32, 256, 4, 3), (128, 128, 8, 3), (64, 64, 4, 5), (32, 128, 4, 4))
+PACKED_SKINNY = (
+    *((64, 256, 4, 3, 250), (128, 256, 8, 3, 250), (128, 256, 4, 3, 250), (64, 256, 4, 2, 250), (64, 256, 4, 3, 500)),
+    *((64, 256, 4, 3, 120), (128, 256, 8, 3, 120), (64, 256, 4, 4, 250), (128, 256, 8, 2, 250), (128, 256, 4, 2, 250)),
+)
 SKINNY = (
     *((32, 128, 4, 4), (64, 128, 4, 4), (32, 256, 4, 4), (64, 64, 4, 6), (16, 256, 4, 4), (64, 128, 8, 4)),
     *((32, 128, 4, 6), (128, 64, 4, 5)),
 )
+WEIGHTS = {"bf16": None, **{f"int{num_bits}": num_bits for num_bits in PACKED}}
 NAMES = ("qkv", "out", "gate_up", "down", "head")
 
 
-def tune(config: ModelConfig, device: torch.device, journal: Journal, budget_s: float) -> None:
-    """Prints each candidate's bandwidth as it is found, and the best of each kind at the end."""
+def tune(
+    config: ModelConfig, device: torch.device, journal: Journal, budget_s: float, only: Sequence[str] | None = None
+) -> None:
+    """Prints each candidate's bandwidth as it is found, and the best of each kind at the end.
+
+    `only` names the weights whose products are looked at: bf16, int4, int8.
+    """
     stop_at = time.monotonic() + budget_s
     one_layer = replace(config, num_hidden_layers=1)
-    programs = [random_program(one_layer, device, num_bits) for num_bits in (None, *PACKED)]
-    plans = [make_plan(program, device, _dtype(device), 4096) for program in programs]
+    plans = {
+        name: make_plan(random_program(one_layer, device, num_bits), device, _dtype(device), 4096)
+        for name, num_bits in WEIGHTS.items()
+        if only is None or name in only
+    }
     found: dict[tuple[str, str], float] = {}
     with torch.inference_mode():
         for name, candidate, measured in _in_turn(_trials(config, plans, device)):
@@ -73,20 +86,22 @@ def _in_turn(groups: Sequence[Iterator[Trial]]) -> Iterator[Trial]:
             yield from some
 
 
-def _trials(config: ModelConfig, plans: Sequence[Plan], device: torch.device) -> list[Iterator[Trial]]:
-    steps, int4, int8 = (_named(plan, kind) for plan, kind in zip(plans, ("", "int4 ", "int8 "), strict=True))
-    attention = next(step for step in plans[0].body if isinstance(step, Attention))
-    return [
-        _products(steps, 1, GEMV, device),
-        _products(int4, 1, PACKED_GEMV, device),
-        _products(int4, 32, PACKED_SKINNY, device),
-        _products(steps, 32, SKINNY, device),
-        _decoding(config, attention, device),
-        _products(steps, 8, SKINNY[:4], device),
-        _products(steps, 128, (), device),
-        _products(int8, 1, PACKED_GEMV, device),
-        _products(int8, 32, PACKED_SKINNY, device),
-    ]
+def _trials(config: ModelConfig, plans: dict[str, Plan], device: torch.device) -> list[Iterator[Trial]]:
+    groups = []
+    for name, plan in plans.items():
+        steps = _named(plan, "" if name == "bf16" else f"{name} ")
+        if name != "bf16":
+            groups += [_products(steps, 1, PACKED_GEMV, device), _products(steps, 32, PACKED_SKINNY, device)]
+            continue
+        attention = next(step for step in plan.body if isinstance(step, Attention))
+        groups += [
+            _products(steps, 1, GEMV, device),
+            _products(steps, 32, SKINNY, device),
+            _decoding(config, attention, device),
+            _products(steps, 8, SKINNY[:4], device),
+            _products(steps, 128, (), device),
+        ]
+    return groups
 
 
 def _named(plan: Plan, kind: str) -> dict[str, Project]:
@@ -101,10 +116,13 @@ def _products(
     is_packed = any(isinstance(step.weight, PackedWeight) for step in steps.values())
     library = TritonKernels(Tuning(packed_rows=0)) if is_packed else PlainKernels()
     candidates: list[tuple[str, Kernels]] = [("library", library)]
-    for outputs, inputs, warps, stages in tiles:
+    for outputs, inputs, warps, stages, *programs in tiles:
         tile = Tile(num_outputs=outputs, num_inputs=inputs, num_warps=warps, num_stages=stages)
-        kernels = TritonKernels(Tuning(gemv=tile, skinny=tile, skinny_rows=64, packed_gemv=tile, packed_skinny=tile))
-        candidates.append((f"{outputs}x{inputs} warps {warps} stages {stages}", kernels))
+        tuning = Tuning(gemv=tile, skinny=tile, skinny_rows=64, packed_gemv=tile, packed_skinny=tile)
+        shown = f"{outputs}x{inputs} warps {warps} stages {stages}"
+        if programs:
+            tuning, shown = replace(tuning, num_programs=programs[0]), f"{shown} programs {programs[0]}"
+        candidates.append((shown, TritonKernels(tuning)))
     for shown, kernels in candidates:
         for name, step in steps.items():
             src = torch.randn(num_rows, step.weight.shape[1], device=device).to(_dtype(device))
@@ -131,8 +149,7 @@ def product_rate(step: Project, src: torch.Tensor, kernels: Kernels, device: tor
 def _copied(weight: Weight) -> Weight:
     if isinstance(weight, torch.Tensor):
         return weight.clone()
-    offsets = None if weight.offsets is None else weight.offsets.clone()
-    return replace(weight, quants=weight.quants.clone(), scales=weight.scales.clone(), offsets=offsets)
+    return replace(weight, quants=weight.quants.clone(), gains=weight.gains.clone())
 
 
 def _decoding(config: ModelConfig, step: Attention, device: torch.device) -> Iterator[Trial]:

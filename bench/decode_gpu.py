@@ -6,7 +6,7 @@
     --parts packed      4- and 8-bit weights: one user and 32, beside the bandwidth that their packed bytes need
     --parts streamed    half of the layers are copied from host memory in every step
     --parts compile     every kernel compiled for a Hopper GPU: registers, spills, loads. Needs no GPU
-    --parts tune        other tiles, for --budget_s seconds
+    --parts tune        other tiles, for --budget_s seconds; --only int4 int8: of these weights alone
     --device cpu --tiny the same code with plain operations on a tiny shape (TRITON_INTERPRET=1: with the kernels, in
                         Triton's interpreter): shows that this script works, no more
 
@@ -47,13 +47,13 @@ LLAMA_8B = ModelConfig(
     rope_theta=500000.0,
     tie_word_embeddings=False,
 )
-TINY = ModelConfig(
+TINY = ModelConfig(  # whole groups of packed inputs
     family="llama",
-    hidden_size=64,
+    hidden_size=256,
     num_hidden_layers=2,
     num_heads=4,
     num_kv_heads=2,
-    intermediate_size=96,
+    intermediate_size=256,
     vocab_size=512,
     max_position_embeddings=512,
     tie_word_embeddings=False,
@@ -102,7 +102,7 @@ def main() -> None:
     if "tune" in args.parts:
         import _gpu_tune
 
-        journal.part("tune", lambda: _gpu_tune.tune(config, device, journal, args.budget_s))
+        journal.part("tune", lambda: _gpu_tune.tune(config, device, journal, args.budget_s, args.only))
     sys.exit(bool(journal.failed))
 
 
@@ -195,6 +195,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--first", action="store_true", help="check, measure and tune, in processes of their own")
     parser.add_argument("--check", action="store_true", help="compare kernels, measure nothing")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["bandwidth", "one", "users", "prompt"])
+    parser.add_argument(
+        "--only", nargs="+", choices=["bf16", "int4", "int8"], help="weights that --parts tune and packed look at"
+    )
     parser.add_argument("--users", type=int, nargs="+", default=[32, 128])
     parser.add_argument("--inputs", type=int, default=256, help="tokens of each of many users' prompts")
     parser.add_argument("--outputs", type=int, default=128, help="tokens decoded for each user")

@@ -36,7 +36,7 @@ def test_parts_on_a_tiny_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     # A token reads 5 and 8.5 bits of each weight.
     assert found["int4_one_user_bound"] > 1.3 * found["int8_one_user_bound"] > 2 * found["one_user_bound"]
     assert found["int4_users_2_total_tokens_per_s"] > 0
-    layer = 4 * 64 * (2 * 64 + 2 * 32 + 3 * 96)
+    layer = 4 * 256 * (2 * 256 + 2 * 128 + 3 * 256)
     assert layer < found["streamed_bytes"] < 1.1 * layer  # one of two layers
     assert found["streamed_floor_s"] * found["host_to_device_bytes_per_s"] == pytest.approx(found["streamed_bytes"])
     assert found["streamed_2_tokens_per_s"] > 0
@@ -50,7 +50,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     done = bench("--tiny", "--parts", "compile", TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stdout + done.stderr
     names = ("gemv", "skinny", "rotate_and_store", "decode", "merge", "prompt", "norm")
-    for name in (*names, "packed_gemv", "packed_skinny", "unpack"):
+    for name in (*names, "packed_gemv", "packed_skinny", "sum", "unpack"):
         assert f"\n{name}_kernel" in done.stdout
 
 
@@ -77,7 +77,9 @@ def test_the_check_compares(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     from decode_gpu import TINY  # pyright: ignore[reportMissingImports]
 
     pytest.importorskip("triton", reason="there is no Triton for this platform")
-    shape = replace(TINY, num_hidden_layers=1)  # each program takes a millisecond here
+    shape = replace(
+        TINY, num_hidden_layers=1, hidden_size=64, intermediate_size=96
+    )  # each program takes a millisecond here
     case = _gpu_kernels.Case(name="both kinds", counts=[1, 9], starts=[40, 3])
     cpu = torch.device("cpu")
     assert _gpu_kernels.check(shape, cpu, Journal(None), [case], num_tokens=1) < 1e-5

@@ -20,6 +20,7 @@ from openwafer.serve.gpu.places import Places, Run
 from openwafer.serve.gpu.plain import Kernels, PlainKernels, product
 from openwafer.serve.gpu.plan import Attention, Project
 from openwafer.serve.gpu.sending import sent
+from openwafer.serve.gpu.splitting import Splitting
 from openwafer.serve.gpu.tuning import Tile, Tuning
 from openwafer.serve.program import Norm, Program
 
@@ -64,7 +65,8 @@ class TritonKernels(PlainKernels):
         self._merge: Any = attention.merge_kernel
         self._prompt: Any = attention.prompt_kernel
         self.tuning = tuning or Tuning()
-        self.packed = PackedProducts(self.tuning)
+        self.splitting = Splitting(self.tuning)
+        self.packed = PackedProducts(self.tuning, self.splitting)
         self._overlaps: dict[torch.device, dict[str, Any]] = {}
         self._adds_wide = self.tuning.library_adds  # until the library's product says that it cannot add to fp32
         self._tiles: tuple[tuple[Run, ...], torch.Tensor] | None = None  # those of the last batch: all layers share
@@ -298,38 +300,38 @@ class TritonKernels(PlainKernels):
             return
         rows = src.to(weight.dtype) if step.norm is None else self.norm(step.norm, src, weight.dtype)
         strides = rows.stride(0), out.stride(0)
-        block_m = max(16, power_of_two(num_rows))
-        self._skinny[grid](rows, weight, bias, out, num_rows, step.num_outputs, *strides, BLOCK_M=block_m, **flags)
+        flags |= {"BLOCK_M": max(16, power_of_two(num_rows)), "SPLITS": 1}
+        self._skinny[grid](rows, weight, bias, out, num_rows, step.num_outputs, *strides, **flags)
 
     def _small_packed(
         self, step: Project, weight: PackedWeight, src: torch.Tensor, out: torch.Tensor, adds: bool
     ) -> None:
         num_rows, overlap = src.shape[0], self._overlap(src)
-        norms_on_the_way = num_rows == 1 and (step.norm is None or not step.norm.centred)
+        # What is not yet divided by its norm may be too large for fp16.
+        is_rms = step.norm is None or (not step.norm.centred and weight.dtype != torch.float16)
+        norms_on_the_way = num_rows == 1 and is_rms
         if not norms_on_the_way:
             src = src.to(weight.dtype) if step.norm is None else self.norm(step.norm, src, weight.dtype)
             step = replace(step, norm=None)
         if num_rows == 1:
-            num_outputs, num_inputs = self._tile(self.tuning.packed_gemv, step, 1)
-            tile = replace(self.tuning.packed_gemv, num_outputs=num_outputs, num_inputs=num_inputs)
+            tile = replace(self.tuning.packed_gemv, num_outputs=self._tile(self.tuning.packed_gemv, step, 1)[0])
             self.packed.one_row(step, weight, src, out, adds, tile, overlap)
             return
-        num_outputs, num_inputs = self._tile(self.tuning.packed_skinny, step, num_rows)
-        tile = replace(self.tuning.packed_skinny, num_outputs=num_outputs, num_inputs=num_inputs)
         tile_rows = min(self.tuning.packed_tile_rows, max(16, power_of_two(num_rows)))
-        self.packed.few_rows(step, weight, src, out, adds, tile, tile_rows, overlap)
+        self.packed.few_rows(step, weight, src, out, adds, self.tuning.packed_skinny, tile_rows, overlap)
 
     def _tile(self, tile: Tile, step: Project, num_rows: int) -> tuple[int, int]:
         """Outputs and inputs that a program takes at once; a gated output takes two rows of the weight."""
         num_outputs, num_inputs = tile.num_outputs, tile.num_inputs
-        if num_rows == 1 or isinstance(step.weight, PackedWeight):
+        is_packed = isinstance(step.weight, PackedWeight)
+        if num_rows == 1:
             # As many as leave work for everybody: each program reads the whole input besides its own weights.
-            least, most_inputs = (2, 1024) if num_rows == 1 else (16, 256)
+            least = 16 if is_packed else 2
             while num_outputs > least and step.weight.shape[0] < num_outputs * self.tuning.num_programs:
-                num_outputs, num_inputs = num_outputs // 2, min(most_inputs, num_inputs * 2)
+                num_outputs, num_inputs = num_outputs // 2, min(1024, num_inputs * 2)
         if step.gated:
             num_outputs //= 2
-        if num_rows > 1:
+        if num_rows > 1 or is_packed:
             num_outputs = max(16, num_outputs)  # as the tensor cores want
         return num_outputs, min(num_inputs, max(16, power_of_two(step.weight.shape[1])))
 

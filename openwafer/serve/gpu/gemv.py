@@ -142,14 +142,17 @@ def skinny_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """The same for x [num_rows, NUM_INPUTS] of the weight's dtype, normed before. Grid (outputs, rows).
+    """The same for x [num_rows, NUM_INPUTS] of the weight's dtype, normed before. Grid (outputs, rows, splits).
 
-    The order of a row's sums follows from the tile alone: neither other rows nor their number change its bits.
+    With several splits each has some of the inputs, and `out` is fp32 [splits, num_rows, sums] for `sum_kernel`. The
+    order of a row's sums follows from the tile and the splits: neither other rows nor their number change its bits.
     """
     EVEN: tl.constexpr = NUM_INPUTS % BLOCK_K == 0
+    EACH: tl.constexpr = ((NUM_INPUTS + BLOCK_K - 1) // BLOCK_K + SPLITS - 1) // SPLITS * BLOCK_K
     LINES: tl.constexpr = BLOCK_K // 64 if BLOCK_K >= 64 else 1
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = (m < num_rows)[:, None]
@@ -157,7 +160,8 @@ def skinny_kernel(
     rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     weights = weight_ptr + rows[:, None] * NUM_INPUTS
     up_weights = weight_ptr + (rows + num_outputs)[:, None] * NUM_INPUTS
-    lines = tl.arange(0, LINES)[None, :] * (BLOCK_K // LINES)
+    first = tl.program_id(2) * EACH
+    lines = first + tl.arange(0, LINES)[None, :] * (BLOCK_K // LINES)
     fetch_early(weights + lines, OVERLAPS)
     if GATED:
         fetch_early(up_weights + lines, OVERLAPS)
@@ -165,7 +169,7 @@ def skinny_kernel(
     inputs = x_ptr + m[:, None] * x_stride
     y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in tl.range(0, NUM_INPUTS, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(first, tl.minimum(first + EACH, NUM_INPUTS), BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)
         mask = (k < NUM_INPUTS)[None, :]
         x = tl.load(inputs + k[None, :], mask=is_row & mask, other=0.0)
@@ -174,15 +178,23 @@ def skinny_kernel(
         if GATED:
             up = inside(up_weights + k[None, :], mask, EVEN)
             z += tl.dot(x, tl.trans(up), input_precision="ieee")
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + rows)[None, :]
-        if GATED:
-            z += tl.load(bias_ptr + rows + num_outputs)[None, :]
-    y = activated(y, KIND)
-    if GATED:
-        y = y * z
     is_mine = is_row & (outputs < num_outputs)[None, :]
-    places = out_ptr + m[:, None] * out_stride + outputs[None, :]
-    if ADDS:
-        y += tl.load(places, mask=is_mine, other=0.0).to(tl.float32)
-    tl.store(places, y.to(out_ptr.dtype.element_ty), mask=is_mine)
+    if SPLITS > 1:
+        num_sums = 2 * num_outputs if GATED else num_outputs
+        row = tl.program_id(2) * num_rows.to(tl.int64) + m[:, None]
+        places = out_ptr + row * num_sums + outputs[None, :]
+        tl.store(places, y, mask=is_mine)
+        if GATED:
+            tl.store(places + num_outputs, z, mask=is_mine)
+    else:
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + rows)[None, :]
+            if GATED:
+                z += tl.load(bias_ptr + rows + num_outputs)[None, :]
+        y = activated(y, KIND)
+        if GATED:
+            y = y * z
+        places = out_ptr + m[:, None] * out_stride + outputs[None, :]
+        if ADDS:
+            y += tl.load(places, mask=is_mine, other=0.0).to(tl.float32)
+        tl.store(places, y.to(out_ptr.dtype.element_ty), mask=is_mine)

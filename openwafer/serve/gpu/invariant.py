@@ -67,15 +67,22 @@ class InvariantKernels(TritonKernels):
         weight, tile = step.weight, self._one_tile
         rows = src.to(weight.dtype) if step.norm is None else self.norm(step.norm, src, weight.dtype)
         if isinstance(weight, PackedWeight):
-            self.packed.few_rows(step, weight, rows, out, adds, tile, self._num_rows, self._overlap(src))
+            overlap = self._overlap(src)
+            self.packed.few_rows(step, weight, rows, out, adds, tile, self._num_rows, overlap, is_invariant=True)
             return
         bias = weight if step.bias is None else step.bias
         num_rows, num_inputs = rows.shape
-        self._skinny[(-(-step.num_outputs // tile.num_outputs), -(-num_rows // self._num_rows))](
+        num_tiles = -(-step.num_outputs // tile.num_outputs)
+        # Not by the number of rows, so that each row's order of sums stays the same.
+        splits = self.splitting.count(num_tiles, -(-num_inputs // tile.num_inputs), tile.num_stages)
+        target = out
+        if splits > 1:
+            target = torch.empty(splits, num_rows, weight.shape[0], dtype=torch.float32, device=out.device)
+        self._skinny[(num_tiles, -(-num_rows // self._num_rows), splits)](
             rows,
             weight,
             bias,
-            out,
+            target,
             num_rows,
             step.num_outputs,
             rows.stride(0),
@@ -88,7 +95,10 @@ class InvariantKernels(TritonKernels):
             BLOCK_M=self._num_rows,
             BLOCK_N=tile.num_outputs,
             BLOCK_K=tile.num_inputs,
+            SPLITS=splits,
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
             **self._overlap(src),
         )
+        if splits > 1:
+            self.splitting.add(step, target, out, adds, self._overlap(src))

@@ -7,22 +7,26 @@ import torch
 from openwafer.serve.gpu.packed_weight import PackedWeight
 from openwafer.serve.gpu.plain import product
 from openwafer.serve.gpu.plan import Project
+from openwafer.serve.gpu.splitting import Splitting
 from openwafer.serve.gpu.tuning import Tile, Tuning
-from openwafer.serve.matrix import BLOCK
 
 _ALIGNED = 16  # outputs
+_LEAST_GROUPS = 2  # of inputs, that a program takes
 
 
 class PackedProducts:
     """All compute what `plain.PlainKernels.project` does; `overlap` says how kernels are started."""
 
-    def __init__(self, tuning: Tuning) -> None:
+    def __init__(self, tuning: Tuning, splitting: Splitting) -> None:
         from openwafer.serve.gpu import packed_gemv
 
         # Untyped: the kernels are there only where Triton is.
         self._gemv: Any = packed_gemv.packed_gemv_kernel
         self._skinny: Any = packed_gemv.packed_skinny_kernel
         self._unpack: Any = packed_gemv.unpack_kernel
+        tl: Any = packed_gemv.tl
+        self._kinds = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+        self._splitting = splitting
         self._scratch_bytes = tuning.scratch_bytes
         self._scratches: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
@@ -37,7 +41,7 @@ class PackedProducts:
         overlap: dict[str, Any],
     ) -> None:
         norm = step.norm
-        eps, gain = (0.0, weight.scales) if norm is None else (norm.eps, norm.weight)
+        eps, gain = (0.0, weight.gains) if norm is None else (norm.eps, norm.weight)
         self._gemv[(-(-step.num_outputs // tile.num_outputs),)](
             src,
             gain,
@@ -45,7 +49,10 @@ class PackedProducts:
             out,
             eps,
             step.num_outputs,
+            weight.gains.stride(0) // weight.gains.shape[2],
             HAS_NORM=norm is not None,
+            DTYPE=self._kinds[weight.dtype],
+            SLICES=tile.num_warps,
             **_flags(step, weight, adds, tile),
             **overlap,
         )
@@ -60,20 +67,38 @@ class PackedProducts:
         tile: Tile,
         tile_rows: int,
         overlap: dict[str, Any],
+        is_invariant: bool = False,
     ) -> None:
-        """`rows` are of the weight's dtype and normed already."""
-        self._skinny[(-(-rows.shape[0] // tile_rows), -(-step.num_outputs // tile.num_outputs))](
+        """`rows` are of the weight's dtype and normed already. If invariant, their number changes no order of sums."""
+        num_rows, num_outputs = rows.shape[0], weight.shape[0]
+        num_tiles = -(-num_outputs // tile.num_outputs)
+        num_row_tiles = -(-num_rows // tile_rows)
+        all_tiles = num_tiles if is_invariant else num_tiles * num_row_tiles
+        splits = self._splitting.count(all_tiles, weight.num_groups, _LEAST_GROUPS)
+        target = out
+        # A gate's two sums are of different programs too: one that had both would have too few registers.
+        is_part = splits > 1 or step.gated
+        if is_part:
+            target = torch.empty(splits, num_rows, num_outputs, dtype=torch.float32, device=out.device)
+        flags = _flags(step, weight, adds, tile)
+        del flags["GATED"]
+        self._skinny[(num_row_tiles, num_tiles, splits)](
             rows,
             *_arrays(step, weight),
-            out,
-            rows.shape[0],
-            step.num_outputs,
+            target,
+            num_rows,
+            num_outputs,
+            weight.gains.stride(0) // weight.gains.shape[2],
             rows.stride(0),
             out.stride(0),
             BLOCK_M=tile_rows,
-            **_flags(step, weight, adds, tile),
+            SPLITS=splits,
+            IS_PART=is_part,
+            **flags,
             **overlap,
         )
+        if is_part:
+            self._splitting.add(step, target, out, adds, overlap)
 
     def product(self, rows: torch.Tensor, weight: PackedWeight, wide: bool, overlap: dict[str, Any]) -> torch.Tensor:
         """The library's, of many rows: [r, outputs] of the weight's dtype, or fp32 if `wide`."""
@@ -92,17 +117,17 @@ class PackedProducts:
         """`weight.dense()`, until the next call."""
         num_outputs, num_inputs = weight.shape
         out = self._scratch(weight, num_outputs * num_inputs).view(num_outputs, num_inputs)
-        block_n, blocks = 16, 8
-        self._unpack[(-(-num_outputs // block_n), -(-weight.num_blocks // blocks))](
+        block_n = 32
+        self._unpack[(-(-num_outputs // block_n), weight.num_groups)](
             weight.quants,
-            weight.scales,
-            weight.scales if weight.offsets is None else weight.offsets,
+            _gains(weight),
             out,
             num_outputs,
+            weight.gains.stride(0) // weight.gains.shape[2],
             NUM_INPUTS=num_inputs,
             BITS=weight.num_bits,
+            PAIRS=_in_pairs(weight),
             BLOCK_N=block_n,
-            BLOCKS=blocks,
             num_warps=4,
             **overlap,
         )
@@ -118,21 +143,35 @@ class PackedProducts:
 
 
 def _arrays(step: Project, weight: PackedWeight) -> tuple[torch.Tensor, ...]:
-    """Quants, scales, offsets and bias; what is not there is not read."""
-    offsets = weight.scales if weight.offsets is None else weight.offsets
-    return weight.quants, weight.scales, offsets, weight.scales if step.bias is None else step.bias
+    """Quants, gains and bias; what is not there is not read."""
+    return weight.quants, _gains(weight), weight.gains if step.bias is None else step.bias
+
+
+def _gains(weight: PackedWeight) -> torch.Tensor:
+    """Scale and offset are read at once, as one number of twice the bits."""
+    if weight.num_bits == 8:
+        return weight.gains
+    return weight.gains.view(torch.int64 if weight.gains.dtype == torch.float32 else torch.int32)
+
+
+def _in_pairs(weight: PackedWeight) -> bool:
+    """Whether two quants become bf16 at once, in instructions that Hopper GPUs and later ones have."""
+    if weight.dtype != torch.bfloat16 or torch.version.hip is not None:
+        return False
+    quants = weight.quants
+    return quants.is_meta or (quants.is_cuda and torch.cuda.get_device_capability(quants.device) >= (9, 0))
 
 
 def _flags(step: Project, weight: PackedWeight, adds: bool, tile: Tile) -> dict[str, Any]:
     return {
         "NUM_INPUTS": weight.num_columns,
         "BITS": weight.num_bits,
+        "PAIRS": _in_pairs(weight),
         "HAS_BIAS": step.bias is not None,
         "ADDS": adds,
         "GATED": step.gated,
         "KIND": step.activation or "none",
         "BLOCK_N": tile.num_outputs,
-        "BLOCKS": max(1, tile.num_inputs // BLOCK),
         "STAGES": tile.num_stages,
         "num_warps": tile.num_warps,
     }

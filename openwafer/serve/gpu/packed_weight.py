@@ -1,12 +1,12 @@
-"""Packed weight matrices as the GPU's kernels read them: quants row by row, scales in arrays of their own.
+"""Packed weight matrices as the GPU's kernels read them: quants row by row, scales in an array of their own.
 
-A block is 32 inputs of one output. r outputs, n blocks:
+A block is 32 inputs of one output, a group 8 blocks of 4 bits or 4 blocks of 8 bits. r outputs, g groups, n blocks in
+them; the last group is filled up with zeros:
 
-    quants     int32 [r, n, 4 or 8], 16 or 32 bytes a block: a thread's load of 16 bytes has one scale
-               4 bits: word i holds inputs i, 4 + i, 8 + i, ... 28 + i, the first in its lowest bits
-               8 bits: word j holds inputs 4 j to 4 j + 3, the first in its lowest bits
-    scales     fp16 or fp32 [r, n]
-    offsets    the same, for 4 bits; for 8 bits there are none, and quants are 128 more than they mean
+    quants     int32 [r, g, 32], a line of 128 bytes for each group: word i holds input i of each of its blocks, the
+               first block in the lowest bits. A tile of words unpacks to a tile of weights in the same threads.
+    gains      fp16 or fp32 [n, r, 2], scale and offset, for 4 bits; for 8 bits [n, r, 1], only a scale, and quants are
+               128 more than they mean
 
 A weight is scale * quant + offset, or scale * (quant - 128). All formats that `matrix.py` packs become one of the two,
 with no bit lost.
@@ -15,6 +15,7 @@ with no bit lost.
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from openwafer.serve.matrix import BLOCK, Matrix
 
@@ -26,26 +27,23 @@ class PackedWeight:
     num_columns: int
     dtype: torch.dtype  # that its weights are rounded to when they are unpacked
     quants: torch.Tensor
-    scales: torch.Tensor
-    offsets: torch.Tensor | None
+    gains: torch.Tensor
 
     @classmethod
     def of(cls, matrix: Matrix, dtype: torch.dtype) -> "PackedWeight":
         """On the device where the matrix is."""
         quants, scales, offsets = matrix.quants()
+        blocks = _blocks_in_group(4 if offsets is not None else 8)
+        fill = -quants.shape[1] % blocks
+        bytes_ = F.pad(quants.contiguous().view(torch.uint8), (0, 0, 0, fill)).unflatten(1, (-1, blocks))
+        bytes_ = bytes_ ^ 128 if offsets is None else bytes_[:, :, 0::2] | (bytes_[:, :, 1::2] << 4)
         kind = torch.float32 if matrix.wide else torch.float16
-        if offsets is None:
-            words = (quants.contiguous().view(torch.uint8) ^ 128).view(torch.int32)
-        else:
-            nibbles = quants.view(torch.uint8).unflatten(2, (4, 2, 4))  # inputs 8 a + 4 b + i at [a, b, i]
-            pairs = nibbles[..., 0, :] | (nibbles[..., 1, :] << 4)
-            words = pairs.transpose(2, 3).contiguous().view(torch.int32).squeeze(3)
+        parts = [scales] if offsets is None else [scales, offsets]
         return cls(
             num_columns=matrix.num_columns,
             dtype=dtype,
-            quants=words,
-            scales=scales.to(kind).contiguous(),
-            offsets=None if offsets is None else offsets.to(kind).contiguous(),
+            quants=bytes_.transpose(2, 3).contiguous().view(torch.int32).squeeze(3),
+            gains=torch.stack([F.pad(part.to(kind), (0, fill)).t() for part in parts], dim=2).contiguous(),
         )
 
     @property
@@ -54,37 +52,40 @@ class PackedWeight:
 
     @property
     def num_bits(self) -> int:
-        return 8 if self.offsets is None else 4
+        return 4 if self.gains.shape[2] == 2 else 8
 
     @property
-    def num_blocks(self) -> int:
+    def num_groups(self) -> int:
         return self.quants.shape[1]
 
     @property
     def nbytes(self) -> int:
-        return self.quants.nbytes + self.scales.nbytes + (0 if self.offsets is None else self.offsets.nbytes)
+        return self.quants.nbytes + self.gains.nbytes
 
     def part(self, first: int, stop: int) -> "PackedWeight":
         """Some of the outputs, not copied."""
-        offsets = None if self.offsets is None else self.offsets[first:stop]
-        return replace(self, quants=self.quants[first:stop], scales=self.scales[first:stop], offsets=offsets)
+        return replace(self, quants=self.quants[first:stop], gains=self.gains[:, first:stop])
 
     def dense(self) -> torch.Tensor:
-        return self._unpacked(self.quants, self.scales, self.offsets)
+        return self._unpacked(self.quants, self.gains)
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Only these outputs of `dense()`, for a table of embeddings."""
-        offsets = None if self.offsets is None else self.offsets[numbers]
-        return self._unpacked(self.quants[numbers], self.scales[numbers], offsets)
+        return self._unpacked(self.quants[numbers], self.gains[:, numbers])
 
-    def _unpacked(self, words: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
-        if offsets is None:
-            values = (words.view(torch.uint8).float() - 128) * scales.float()[..., None]
-        else:
-            shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
-            quants = ((words[:, :, None, :] >> shifts[:, None]) & 15).flatten(2)
-            values = quants * scales.float()[..., None] + offsets.float()[..., None]
+    def _unpacked(self, words: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
+        num_bits = self.num_bits
+        shifts = torch.arange(0, 32, num_bits, device=words.device, dtype=torch.int32)
+        quants = ((words[:, :, None, :] >> shifts[:, None]) & ((1 << num_bits) - 1)).flatten(1, 2)
+        scales = gains[..., 0].t().float()[..., None]
+        values = (quants - 128 if num_bits == 8 else quants) * scales
+        if num_bits == 4:
+            values = values + gains[..., 1].t().float()[..., None]
         return values.flatten(1)[:, : self.num_columns].to(self.dtype)
+
+
+def _blocks_in_group(num_bits: int) -> int:
+    return 32 // num_bits
 
 
 Weight = torch.Tensor | PackedWeight  # [outputs, inputs]
@@ -104,5 +105,7 @@ def device_bytes(matrix: Matrix, dtype: torch.dtype) -> int:
     if not matrix.is_packed:
         return matrix.num_rows * matrix.num_columns * dtype.itemsize
     scale = 4 if matrix.wide else 2
-    block = BLOCK // 2 + 2 * scale if matrix.format == "q4" else BLOCK + scale
-    return matrix.num_rows * -(-matrix.num_columns // BLOCK) * block
+    num_bits, block = (4, BLOCK // 2 + 2 * scale) if matrix.format == "q4" else (8, BLOCK + scale)
+    in_group = _blocks_in_group(num_bits)
+    num_groups = -(-matrix.num_columns // (BLOCK * in_group))
+    return matrix.num_rows * num_groups * in_group * block

@@ -1,6 +1,7 @@
 """Products with packed weights in Triton's interpreter against the plain ones, which unpack the weights first."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -35,8 +36,7 @@ SPAN = Span("x", 0, 100)
 def packed(num_bits, num_outputs: int, num_inputs: int, dtype: torch.dtype = torch.float32) -> PackedWeight:
     values = torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(0))
     weight = PackedWeight.of(Matrix.quantized(values, num_bits), dtype)
-    offsets = None if weight.offsets is None else fenced(weight.offsets)
-    return replace(weight, scales=fenced(weight.scales), offsets=offsets)
+    return replace(weight, gains=fenced(weight.gains))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,50 @@ def test_every_kind_of_product(num_rows: int, num_bits: int, gated: bool) -> Non
         kernels.project_into(step, src, dst)
         torch.testing.assert_close(dst, expected + 1, atol=1e-4, rtol=1e-4)
         assert is_fence_whole(dst)
+
+
+@pytest.mark.parametrize(("num_bits", "num_inputs"), [(4, 1400), (8, 1100)])
+def test_one_row_of_several_groups_for_each_warp(num_bits: int, num_inputs: int) -> None:
+    """Two steps of four warps, the last without a group for each of them; the norm of all inputs."""
+    generator = torch.Generator().manual_seed(1)
+    src = fenced(torch.randn(1, num_inputs, generator=generator))
+    gain = fenced(torch.rand(num_inputs, generator=generator))
+    norm = Norm(dst=SPAN, src=SPAN, weight=gain, bias=None, eps=1e-5, centred=False)
+    step = Project(dst=SPAN, src=SPAN, weight=packed(num_bits, 20, num_inputs), norm=norm)
+    expected = PlainKernels().project(step, src, wide=True)
+    torch.testing.assert_close(TritonKernels(PACKED).project(step, src, wide=True), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("num_bits", "gated"), [(4, False), (8, True)])
+def test_inputs_split_over_programs(num_bits: int, gated: bool) -> None:
+    """Two row tiles, five groups of which the last is not full; the sums of all programs, biases, gates, additions."""
+    generator = torch.Generator().manual_seed(1)
+    weight = packed(num_bits, 2 * 21 if gated else 21, 1270 if num_bits == 4 else 630)
+    num_inputs = weight.num_columns
+    kernels = TritonKernels(replace(PACKED, num_programs=16))
+    started: list[tuple[int, ...]] = []
+    skinny = kernels.packed._skinny
+    kernels.packed._skinny = _Noting(skinny, started)
+    bias = fenced(torch.rand(weight.shape[0], generator=generator))
+    step = Project(dst=SPAN, src=SPAN, weight=weight, bias=bias, activation="silu" if gated else None, gated=gated)
+    src = fenced(torch.randn(18, num_inputs, generator=generator))
+    dst = fenced(torch.ones(18, 21))
+    kernels.project_into(step, src, dst)
+    torch.testing.assert_close(dst, PlainKernels().project(step, src, wide=True) + 1, atol=2e-4, rtol=1e-4)
+    assert is_fence_whole(dst)
+    assert [grid[2] for grid in started] == [2]
+
+
+class _Noting:
+    """A kernel that notes how many programs it was started with."""
+
+    def __init__(self, kernel: Any, grids: list[tuple[int, ...]]) -> None:
+        self._kernel = kernel
+        self._grids = grids
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self._grids.append(grid)
+        return self._kernel[grid]
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q4_K"])
@@ -95,11 +139,16 @@ def test_matrices_larger_than_the_scratch_memory() -> None:
     torch.testing.assert_close(kernels.project(step, rows, wide=True), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("num_bits", [4, 8])
-def test_a_row_of_a_product_has_the_same_bits_in_every_batch(num_bits: int) -> None:
-    kernels = InvariantKernels(64, PACKED, PACKED.packed_skinny, num_rows=16)
-    step = Project(dst=SPAN, src=SPAN, weight=packed(num_bits, 21, 100))
-    src = torch.randn(40, 100, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("num_bits", [None, 4, 8])
+def test_a_row_of_a_product_has_the_same_bits_in_every_batch(num_bits: int | None) -> None:
+    """Its inputs are split over programs."""
+    kernels = InvariantKernels(64, replace(PACKED, num_programs=12), PACKED.packed_skinny, num_rows=16)
+    num_inputs = 1030 if num_bits == 4 else 500
+    weight = packed(num_bits or 8, 18, num_inputs)
+    weight = weight if num_bits else weight.dense().contiguous()
+    step = Project(dst=SPAN, src=SPAN, weight=weight, activation="silu", gated=True)
+    src = torch.randn(20, num_inputs, generator=torch.Generator().manual_seed(1))
     together = kernels.project(step, src, wide=True)
-    for rows in (slice(7, 8), slice(15, 33)):
+    torch.testing.assert_close(together, PlainKernels().project(step, src, wide=True), atol=1e-3, rtol=1e-4)
+    for rows in (slice(7, 8), slice(3, 20)):
         assert torch.equal(kernels.project(step, src[rows], wide=True), together[rows])
