@@ -157,8 +157,9 @@ def _write_files(outcome: "Outcome", args: argparse.Namespace) -> None:
         raise UserError("--trace and --heat_map need the C engine, which could not be built here")
     files: list[tuple[Path, bytes]] = []
     if args.heat_map is not None:
-        title = f"{args.kernel} on {args.system}: share of cycles busy"
-        shares = busy_share(machine, outcome.report.cycles)
+        shares, cycles = busy_share(machine, outcome.report.cycles), outcome.report.cycles
+        height, width = shares.shape
+        title = f"{args.kernel} on {args.system}, {width} x {height} PEs, {cycles:,} cycles"
         files.append((args.heat_map, heat_map(shares, title, args.heat_map.suffix.lower())))
     if args.trace is not None:
         files.append((args.trace, trace(machine).encode()))

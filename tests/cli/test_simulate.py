@@ -24,7 +24,9 @@ def test_heat_map_and_trace_are_written(tmp_path: Path, capsys: pytest.CaptureFi
     picture, trace = tmp_path / "wafer.svg", tmp_path / "trace.json"
     flags = ["--width", "5", "--height", "4", "--depth", "8", "--heat_map", str(picture), "--trace", str(trace)]
     assert main(["simulate", "stencil", "--system", "cs3", *flags]) == 0
-    assert picture.read_text().count("<rect") == 20
+    drawn = picture.read_text()
+    assert drawn.count("<title>PE (") == 20
+    assert re.search(r"<text[^>]*>stencil on cs3, 5 x 4 PEs, [0-9,]+ cycles<", drawn)
     events = json.loads(trace.read_text())["traceEvents"]
     tasks = [event for event in events if event.get("name") == "main"]
     assert len(tasks) == 20
