@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from openwafer.fabric.kernels.catalog import KERNELS
+    from openwafer.fabric.kernels.fitting import run_fitting
     from openwafer.fabric.kernels.outcome import Setting
     from openwafer.systems import wafer
 
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     progress = _Progress()
     setting = Setting(engine=args.engine, trace=args.trace is not None, progress=progress, seed=args.seed)
     start = time.perf_counter()
-    outcome = kernel.run(config, chip, setting)
+    outcome = run_fitting(kernel, config, chip, setting)
     wall_s = time.perf_counter() - start
     progress.end()
     _write_files(outcome, args)

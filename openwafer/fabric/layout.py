@@ -34,6 +34,10 @@ NO_ROUTE = NO_PROGRAM = -1
 Directions = int | Iterable[int]
 
 
+class TooManyPes(UserError):
+    """A layout is larger than the wafer."""
+
+
 @dataclass(frozen=True)
 class Rect:
     """PEs x, x+dx, ... below x+width and y, y+dy, ... below y+height."""
@@ -78,7 +82,7 @@ class Layout:
         if not isinstance(wafer, Wafer):
             raise UserError(f"a layout takes a wafer, such as openwafer.systems.WSE2, got {wafer!r}")
         if not (1 <= self.width <= wafer.usable_columns and 1 <= self.height <= wafer.usable_rows):
-            raise UserError(
+            raise TooManyPes(
                 f"a layout of {self.width} x {self.height} PEs does not fit {wafer.name}: "
                 f"at most {wafer.usable_columns} x {wafer.usable_rows}"
             )

@@ -36,6 +36,10 @@ MAX_TASKS = 32
 Value = TypeVar("Value")
 
 
+class OutOfMemory(UserError):
+    """The arrays of a program are more than the SRAM of a PE."""
+
+
 @dataclass
 class Task:
     """One task: where its code starts, what activates it. `colour` makes it a data task of that input queue."""
@@ -100,7 +104,7 @@ class ProgramBuilder:
                 base += 8
         self.memory_bytes = base + (length * kind.num_bytes + 3) // 4 * 4
         if self.memory_bytes > self.wafer.sram_bytes:
-            raise UserError(
+            raise OutOfMemory(
                 f"{self.name}: array {name!r} ends at byte {self.memory_bytes}, a PE of {self.wafer.name} has "
                 f"{self.wafer.sram_bytes}: use smaller tiles or more PEs"
             )

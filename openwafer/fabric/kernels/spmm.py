@@ -5,6 +5,7 @@ adds up its rows of Y, and an all-reduce down each column completes them. `csc` 
 costs to look up.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +40,13 @@ class SpmmConfig:
     def __post_init__(self) -> None:
         if self.size % self.width or self.size % self.height:
             raise UserError(f"--size must be a multiple of {self.width} and {self.height}, got {self.size}")
+        rows, columns = self.block
+        if self.non_zeros == 0:
+            least = math.ceil(1e4 / (rows * columns)) / 1e4
+            raise UserError(
+                f"--density must be at least {least} for a non-zero in the {rows} x {columns} block of a PE, got "
+                f"{self.density}"
+            )
 
     @property
     def block(self) -> tuple[int, int]:
