@@ -122,10 +122,7 @@ class Layout:
         """Set a `pe.param` register of every PE of `rect`: integers as they are, floats as fp32."""
         rect = self.everywhere if rect is None else rect
         array = np.asarray(values)
-        if array.dtype.kind in "iu" and array.size:
-            register_number(array.min())
-            register_number(array.max())
-        bits = array.astype(np.int32) if array.dtype.kind in "iub" else array.astype(np.float32).view(np.int32)
+        bits = _register_bits(name, array)
         shape = self.program_of[self.inside(rect)].shape
         try:
             self.params.append((name, rect, np.broadcast_to(bits, shape)))
@@ -240,6 +237,25 @@ class Layout:
 
 def opposite(direction: int) -> int:
     return (direction + 2) % 4
+
+
+def _register_bits(name: str, values: np.ndarray) -> np.ndarray:
+    """int32 of the values' shape, or why they fit no register."""
+    if values.dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            floats = values.astype(np.float32)
+        if np.isinf(floats[np.isfinite(values)]).any():
+            raise UserError(f"param {name!r}: a register holds fp32, got {np.abs(values[np.isfinite(values)]).max()}")
+        return floats.view(np.int32)
+    numbers = values.ravel().tolist()  # Python's, also those that no NumPy integer holds
+    if not all(isinstance(number, int) for number in numbers):
+        raise UserError(f"param {name!r} takes integers or floats, got {values.dtype} {numbers[:1]}")
+    try:
+        for number in (min(numbers, default=0), max(numbers, default=0)):
+            register_number(number)
+    except UserError as error:
+        raise UserError(f"param {name!r}: {error}") from None
+    return values.astype(np.int32)
 
 
 def _hashable(key: object) -> bool:

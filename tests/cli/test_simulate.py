@@ -18,6 +18,24 @@ def test_json_has_cycles_utilisation_and_stalls(capsys: pytest.CaptureFixture[st
     assert 0 < result["pe_utilisation"] < 1
     assert 0 < result["link_utilisation"] < 1
     assert set(result["stalls"]) == {"room", "link", "words"}
+    assert (result["seed"], result["engine"], result["clock_hz"]) == (0, "c", 1.1e9)
+    assert result["seconds"] == pytest.approx(result["cycles"] / 1.1e9)
+
+
+def test_json_says_how_it_was_run(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num_pes", "3", "--words", "5", "--seed", "7", "--clock_ghz", "0.5", "--engine", "reference", "--json"]
+    assert main(["simulate", "reduce", *flags]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["seed"], result["engine"], result["clock_hz"]) == (7, "reference", 0.5e9)
+    assert result["seconds"] == pytest.approx(result["cycles"] * 2e-9)
+
+
+def test_the_picture_and_the_trace_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    picture, trace = tmp_path / "wafer.svg", tmp_path / "link" / "wafer.svg"
+    assert main(["simulate", "broadcast", "--heat_map", str(picture), "--trace", str(trace)]) == 2
+    assert "wafer.svg: name two files" in capsys.readouterr().err
+    assert not picture.exists()
 
 
 def test_heat_map_and_trace_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,9 +67,9 @@ def test_host_copies_count_both_ways_and_in_cycles_of_the_chosen_clock(capsys: p
     for clock in ("1.1", "2.2"):
         assert main(["simulate", "reduce", "--num_pes", "100", "--words", "500", "--clock_ghz", clock, "--json"]) == 0
         result = json.loads(capsys.readouterr().out)
-        assert result["io_words"] == 2 * 100 * 500  # all vectors in, all back
+        assert result["io_words"] == 101 * 500  # all vectors in, the sum back
         cycles.append(result["io_cycles"])
-    assert cycles == [round(100_000 * 32 / 1.2e12 * 1.1e9), round(100_000 * 32 / 1.2e12 * 2.2e9)]
+    assert cycles == [round(50_500 * 32 / 1.2e12 * 1.1e9), round(50_500 * 32 / 1.2e12 * 2.2e9)]
 
 
 def test_a_png_heat_map_is_chosen_by_its_suffix(tmp_path: Path) -> None:
