@@ -12,6 +12,7 @@ import numpy as np
 from openwafer.errors import UserError
 from openwafer.fabric.program import Program, ProgramBuilder
 from openwafer.fabric.signature import register_number
+from openwafer.fabric.word_size import clashes
 from openwafer.systems import Wafer
 
 
@@ -167,7 +168,7 @@ class Layout:
     # -- checks ------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Every wavelet that can leave somewhere must be taken there; every queue must be reachable."""
+        """Every wavelet that can leave somewhere must be taken there, as what it was; every queue must be reachable."""
         for colour, route_of in self.route_of.items():
             inputs, outputs = self._any_position(route_of)
             for direction in (NORTH, EAST, SOUTH, WEST):
@@ -188,6 +189,9 @@ class Layout:
             _, outputs = self._any_position(self._routes_of(colour))
             missing = self._programs_with(colour, "inputs") & (outputs >> RAMP & 1 == 0)
             self._complain(missing, f"colour {colour} is received, but no route takes it to the RAMP")
+        placed = [index for index in np.unique(self.program_of).tolist() if index != NO_PROGRAM]
+        for clash in clashes(self.programs, placed):
+            self._complain(np.isin(self.program_of, [*clash.programs]), clash.reason)
 
     def _routes_of(self, colour: int) -> np.ndarray:
         return self.route_of.get(colour, np.full((self.height, self.width), NO_ROUTE, np.int16))
