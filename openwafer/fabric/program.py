@@ -40,6 +40,10 @@ class OutOfMemory(UserError):
     """The arrays of a program are more than the SRAM of a PE."""
 
 
+class OutOfQueues(UserError):
+    """A program uses more colours than a PE has queues."""
+
+
 @dataclass
 class Task:
     """One task: where its code starts, what activates it. `colour` makes it a data task of that input queue."""
@@ -139,7 +143,7 @@ class ProgramBuilder:
         if colour not in range(self.wafer.num_colours):
             raise UserError(f"{self.name}: colour must be from 0 to {self.wafer.num_colours - 1}, got {colour}")
         if len(queues) == len(sizes):
-            raise UserError(
+            raise OutOfQueues(
                 f"{self.name}: colour {colour} needs an {what} queue, and a PE of {self.wafer.name} has "
                 f"{len(sizes)}: use fewer colours"
             )

@@ -11,7 +11,7 @@ from openwafer.errors import UserError
 from openwafer.fabric.kernels.catalog import Kernel
 from openwafer.fabric.kernels.outcome import Outcome, Setting
 from openwafer.fabric.layout import Layout, TooManyPes
-from openwafer.fabric.program import OutOfMemory
+from openwafer.fabric.program import OutOfMemory, OutOfQueues
 from openwafer.fabric.simulation import Simulation
 from openwafer.systems import Wafer
 
@@ -36,6 +36,12 @@ def run_fitting(kernel: Kernel, config: Any, wafer: Wafer, setting: Setting) -> 
         raise UserError(f"{error}: lower {' or '.join(f'--{name}' for name in kernel.shape)}") from None
     except OutOfMemory:
         raise UserError(_advice(kernel, config, wafer)) from None
+    except OutOfQueues:
+        if "group" not in vars(config):
+            raise
+        group = _nearest_group(kernel, config, wafer)
+        fix = "try another" if group is None else f"use {group}"
+        raise UserError(f"--group {config.group} gives a PE of {wafer.name} too many streams: {fix}") from None
 
 
 def _advice(kernel: Kernel, config: Any, wafer: Wafer) -> str:
@@ -95,3 +101,10 @@ def _smallest(kernel: Kernel, config: Any, wafer: Wafer, name: str) -> int | Non
     values = range(getattr(config, name) + 1, max(wafer.usable_columns, wafer.usable_rows) + 1)
     allowed = (value for value in values if _is_allowed(config, name, value))
     return next((value for value in allowed if _fits(kernel, config, wafer, name, value)), None)
+
+
+def _nearest_group(kernel: Kernel, config: Any, wafer: Wafer) -> int | None:
+    """Of a few groups: who is a root of both axes, and of a block of columns, depends on it."""
+    near = [config.group + sign * distance for distance in range(1, 10) for sign in (1, -1)]
+    fitting = (group for group in near if group >= 2 and _fits(kernel, config, wafer, "group", group))
+    return next(fitting, None)

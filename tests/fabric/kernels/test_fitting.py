@@ -60,3 +60,10 @@ def test_too_many_pes_name_their_flags() -> None:
         run("broadcast", {"width": 800})
     with pytest.raises(UserError, match="751 x 1 PEs does not fit wse2: at most 750 x 994: lower --num_pes"):
         run("gather", {"num_pes": 750})
+
+
+def test_too_many_streams_get_another_group() -> None:
+    sizes = {"grid": 16, "width": 32, "feed_forward": 16, "context": 16, "heads": 2}
+    with pytest.raises(UserError, match="--group 6 gives a PE of wse2 too many streams: use ") as caught:
+        run("decode", {**sizes, "group": 6})
+    assert run("decode", {**sizes, "group": int(str(caught.value).split()[-1])})
