@@ -1,5 +1,14 @@
-"""`python -m openwafer` is the `openwafer` command."""
+"""The `openwafer` command, also as `python -m openwafer`."""
 
-from openwafer.cli.main import main
+from openwafer.interrupt import LeaveAtOnce
 
-raise SystemExit(main())
+
+def main() -> int:
+    """Run the command; returns its exit code."""
+    with LeaveAtOnce():
+        from openwafer.cli.main import main as run
+    return run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

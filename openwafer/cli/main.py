@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from openwafer import __version__
 from openwafer.config import unknown
 from openwafer.errors import UserError
+from openwafer.interrupt import LeaveAtOnce
 
 COMMANDS = {
     "graph": "print the Units of a model",
@@ -105,9 +106,10 @@ def _dispatch(argv: list[str]) -> None:
     elif argv[0] == "--version":
         print(f"openwafer {__version__}")
     elif argv[0] in COMMANDS:
-        command = importlib.import_module(f"openwafer.cli.{_MODULES.get(argv[0], argv[0])}")
-        parser = Parser(prog=f"openwafer {argv[0]}", description=command.__doc__)
-        command.add_arguments(parser)
+        with LeaveAtOnce():
+            command = importlib.import_module(f"openwafer.cli.{_MODULES.get(argv[0], argv[0])}")
+            parser = Parser(prog=f"openwafer {argv[0]}", description=command.__doc__)
+            command.add_arguments(parser)
         command.run(parser.parse_args(argv[1:]))
     elif argv[0].startswith("-"):
         raise UserError(unknown(f"flag {argv[0]}", argv[0], ("--help", "--version")))

@@ -17,6 +17,7 @@ PAUSES_S = (0.5, 30.0)  # between two lines of progress: on a terminal, elsewher
 
 if TYPE_CHECKING:
     from openwafer.fabric.kernels.outcome import Outcome
+    from openwafer.systems import Wafer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from openwafer.fabric.kernels.catalog import KERNELS
+    from openwafer.fabric.kernels.fitting import run_fitting
     from openwafer.fabric.kernels.outcome import Setting
     from openwafer.systems import wafer
 
@@ -59,13 +61,13 @@ def run(args: argparse.Namespace) -> None:
     progress = _Progress()
     setting = Setting(engine=args.engine, trace=args.trace is not None, progress=progress, seed=args.seed)
     start = time.perf_counter()
-    outcome = kernel.run(config, chip, setting)
+    outcome = run_fitting(kernel, config, chip, setting)
     wall_s = time.perf_counter() - start
     progress.end()
     _write_files(outcome, args)
-    result = summary(args.kernel, chip.name, outcome, wall_s, chip.seconds(outcome.report.cycles))
+    result = summary(args.kernel, chip, outcome, wall_s)
     if args.json:
-        print(json.dumps({"config": dataclasses.asdict(config), **result}))
+        print(json.dumps({"config": dataclasses.asdict(config), "seed": args.seed, **result}))
     else:
         print(_text(result))
     if not outcome.is_right:
@@ -86,6 +88,8 @@ def _check_files(args: argparse.Namespace) -> None:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             reason = "it is a folder" if path.is_dir() else "its folder does not exist"
             raise UserError(f"cannot write {path}: {reason}")
+    if picture is not None and args.trace is not None and picture.resolve() == args.trace.resolve():
+        raise UserError(f"--heat_map and --trace are both {picture}: name two files")
 
 
 class _Progress:
@@ -109,13 +113,16 @@ class _Progress:
             print(file=sys.stderr)
 
 
-def summary(kernel: str, system: str, outcome: "Outcome", wall_s: float, seconds: float) -> dict[str, Any]:
+def summary(kernel: str, chip: "Wafer", outcome: "Outcome", wall_s: float) -> dict[str, Any]:
+    """`seconds` are the chip's at `clock_hz`, `wall_s` those of the simulation by `engine`."""
     report = outcome.report
     return {
         "kernel": kernel,
-        "system": system,
+        "system": chip.name,
+        "engine": outcome.simulation.engine,
+        "clock_hz": chip.clock_hz,
         "cycles": report.cycles,
-        "seconds": seconds,
+        "seconds": chip.seconds(report.cycles),
         "num_pes": report.num_pes,
         "pe_utilisation": report.pe_utilisation,
         "link_utilisation": report.link_utilisation,
@@ -157,8 +164,9 @@ def _write_files(outcome: "Outcome", args: argparse.Namespace) -> None:
         raise UserError("--trace and --heat_map need the C engine, which could not be built here")
     files: list[tuple[Path, bytes]] = []
     if args.heat_map is not None:
-        title = f"{args.kernel} on {args.system}: share of cycles busy"
-        shares = busy_share(machine, outcome.report.cycles)
+        shares, cycles = busy_share(machine, outcome.report.cycles), outcome.report.cycles
+        height, width = shares.shape
+        title = f"{args.kernel} on {args.system}, {width} x {height} PEs, {cycles:,} cycles"
         files.append((args.heat_map, heat_map(shares, title, args.heat_map.suffix.lower())))
     if args.trace is not None:
         files.append((args.trace, trace(machine).encode()))

@@ -12,6 +12,7 @@ import numpy as np
 from openwafer.errors import UserError
 from openwafer.fabric.program import Program, ProgramBuilder
 from openwafer.fabric.signature import register_number
+from openwafer.fabric.word_size import clashes
 from openwafer.systems import Wafer
 
 
@@ -32,6 +33,10 @@ NORTH, EAST, SOUTH, WEST, RAMP = Direction
 NO_ROUTE = NO_PROGRAM = -1
 
 Directions = int | Iterable[int]
+
+
+class TooManyPes(UserError):
+    """A layout is larger than the wafer."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Layout:
         if not isinstance(wafer, Wafer):
             raise UserError(f"a layout takes a wafer, such as openwafer.systems.WSE2, got {wafer!r}")
         if not (1 <= self.width <= wafer.usable_columns and 1 <= self.height <= wafer.usable_rows):
-            raise UserError(
+            raise TooManyPes(
                 f"a layout of {self.width} x {self.height} PEs does not fit {wafer.name}: "
                 f"at most {wafer.usable_columns} x {wafer.usable_rows}"
             )
@@ -118,10 +123,7 @@ class Layout:
         """Set a `pe.param` register of every PE of `rect`: integers as they are, floats as fp32."""
         rect = self.everywhere if rect is None else rect
         array = np.asarray(values)
-        if array.dtype.kind in "iu" and array.size:
-            register_number(array.min())
-            register_number(array.max())
-        bits = array.astype(np.int32) if array.dtype.kind in "iub" else array.astype(np.float32).view(np.int32)
+        bits = _register_bits(name, array)
         shape = self.program_of[self.inside(rect)].shape
         try:
             self.params.append((name, rect, np.broadcast_to(bits, shape)))
@@ -166,7 +168,7 @@ class Layout:
     # -- checks ------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Every wavelet that can leave somewhere must be taken there; every queue must be reachable."""
+        """Every wavelet that can leave somewhere must be taken there, as what it was; every queue must be reachable."""
         for colour, route_of in self.route_of.items():
             inputs, outputs = self._any_position(route_of)
             for direction in (NORTH, EAST, SOUTH, WEST):
@@ -187,6 +189,9 @@ class Layout:
             _, outputs = self._any_position(self._routes_of(colour))
             missing = self._programs_with(colour, "inputs") & (outputs >> RAMP & 1 == 0)
             self._complain(missing, f"colour {colour} is received, but no route takes it to the RAMP")
+        placed = [index for index in np.unique(self.program_of).tolist() if index != NO_PROGRAM]
+        for clash in clashes(self.programs, placed):
+            self._complain(np.isin(self.program_of, [*clash.programs]), clash.reason)
 
     def _routes_of(self, colour: int) -> np.ndarray:
         return self.route_of.get(colour, np.full((self.height, self.width), NO_ROUTE, np.int16))
@@ -236,6 +241,25 @@ class Layout:
 
 def opposite(direction: int) -> int:
     return (direction + 2) % 4
+
+
+def _register_bits(name: str, values: np.ndarray) -> np.ndarray:
+    """int32 of the values' shape, or why they fit no register."""
+    if values.dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            floats = values.astype(np.float32)
+        if np.isinf(floats[np.isfinite(values)]).any():
+            raise UserError(f"param {name!r}: a register holds fp32, got {np.abs(values[np.isfinite(values)]).max()}")
+        return floats.view(np.int32)
+    numbers = values.ravel().tolist()  # Python's, also those that no NumPy integer holds
+    if not all(isinstance(number, int) for number in numbers):
+        raise UserError(f"param {name!r} takes integers or floats, got {values.dtype} {numbers[:1]}")
+    try:
+        for number in (min(numbers, default=0), max(numbers, default=0)):
+            register_number(number)
+    except UserError as error:
+        raise UserError(f"param {name!r}: {error}") from None
+    return values.astype(np.int32)
 
 
 def _hashable(key: object) -> bool:

@@ -36,6 +36,14 @@ MAX_TASKS = 32
 Value = TypeVar("Value")
 
 
+class OutOfMemory(UserError):
+    """The arrays of a program are more than the SRAM of a PE."""
+
+
+class OutOfQueues(UserError):
+    """A program uses more colours than a PE has queues."""
+
+
 @dataclass
 class Task:
     """One task: where its code starts, what activates it. `colour` makes it a data task of that input queue."""
@@ -100,7 +108,7 @@ class ProgramBuilder:
                 base += 8
         self.memory_bytes = base + (length * kind.num_bytes + 3) // 4 * 4
         if self.memory_bytes > self.wafer.sram_bytes:
-            raise UserError(
+            raise OutOfMemory(
                 f"{self.name}: array {name!r} ends at byte {self.memory_bytes}, a PE of {self.wafer.name} has "
                 f"{self.wafer.sram_bytes}: use smaller tiles or more PEs"
             )
@@ -135,7 +143,7 @@ class ProgramBuilder:
         if colour not in range(self.wafer.num_colours):
             raise UserError(f"{self.name}: colour must be from 0 to {self.wafer.num_colours - 1}, got {colour}")
         if len(queues) == len(sizes):
-            raise UserError(
+            raise OutOfQueues(
                 f"{self.name}: colour {colour} needs an {what} queue, and a PE of {self.wafer.name} has "
                 f"{len(sizes)}: use fewer colours"
             )

@@ -70,7 +70,13 @@ class Simulation:
     def io_cycles(self) -> int:
         """What the host's copies take over the system's links; not overlapped with the run."""
         wafer = self.layout.wafer
-        system = next(system for system in SYSTEMS.values() if system.wafer.name == wafer.name)
+        system = next((system for system in SYSTEMS.values() if system.wafer.name == wafer.name), None)
+        if system is None:
+            known = ", ".join(system.wafer.name for system in SYSTEMS.values())
+            raise UserError(
+                f"io_cycles: the IO links of a system around wafer {wafer.name!r} are not known, only of {known}: give "
+                "a changed wafer the name of one of them, or use io_words"
+            )
         per_cycle = replace(system, wafer=wafer).io_words_per_cycle  # the clock may be another
         return 0 if per_cycle is None else round(self.io_words / per_cycle)
 

@@ -18,13 +18,33 @@ def test_json_has_cycles_utilisation_and_stalls(capsys: pytest.CaptureFixture[st
     assert 0 < result["pe_utilisation"] < 1
     assert 0 < result["link_utilisation"] < 1
     assert set(result["stalls"]) == {"room", "link", "words"}
+    assert (result["seed"], result["engine"], result["clock_hz"]) == (0, "c", 1.1e9)
+    assert result["seconds"] == pytest.approx(result["cycles"] / 1.1e9)
+
+
+def test_json_says_how_it_was_run(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num_pes", "3", "--words", "5", "--seed", "7", "--clock_ghz", "0.5", "--engine", "reference", "--json"]
+    assert main(["simulate", "reduce", *flags]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["seed"], result["engine"], result["clock_hz"]) == (7, "reference", 0.5e9)
+    assert result["seconds"] == pytest.approx(result["cycles"] * 2e-9)
+
+
+def test_the_picture_and_the_trace_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    picture, trace = tmp_path / "wafer.svg", tmp_path / "link" / "wafer.svg"
+    assert main(["simulate", "broadcast", "--heat_map", str(picture), "--trace", str(trace)]) == 2
+    assert "wafer.svg: name two files" in capsys.readouterr().err
+    assert not picture.exists()
 
 
 def test_heat_map_and_trace_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture, trace = tmp_path / "wafer.svg", tmp_path / "trace.json"
     flags = ["--width", "5", "--height", "4", "--depth", "8", "--heat_map", str(picture), "--trace", str(trace)]
     assert main(["simulate", "stencil", "--system", "cs3", *flags]) == 0
-    assert picture.read_text().count("<rect") == 20
+    drawn = picture.read_text()
+    assert drawn.count("<title>PE (") == 20
+    assert re.search(r"<text[^>]*>stencil on cs3, 5 x 4 PEs, [0-9,]+ cycles<", drawn)
     events = json.loads(trace.read_text())["traceEvents"]
     tasks = [event for event in events if event.get("name") == "main"]
     assert len(tasks) == 20
@@ -47,9 +67,9 @@ def test_host_copies_count_both_ways_and_in_cycles_of_the_chosen_clock(capsys: p
     for clock in ("1.1", "2.2"):
         assert main(["simulate", "reduce", "--num_pes", "100", "--words", "500", "--clock_ghz", clock, "--json"]) == 0
         result = json.loads(capsys.readouterr().out)
-        assert result["io_words"] == 2 * 100 * 500  # all vectors in, all back
+        assert result["io_words"] == 101 * 500  # all vectors in, the sum back
         cycles.append(result["io_cycles"])
-    assert cycles == [round(100_000 * 32 / 1.2e12 * 1.1e9), round(100_000 * 32 / 1.2e12 * 2.2e9)]
+    assert cycles == [round(50_500 * 32 / 1.2e12 * 1.1e9), round(50_500 * 32 / 1.2e12 * 2.2e9)]
 
 
 def test_a_png_heat_map_is_chosen_by_its_suffix(tmp_path: Path) -> None:
@@ -108,8 +128,13 @@ def test_another_suffix_is_refused_before_the_run(tmp_path: Path, capsys: pytest
         (["reduce", "--seed", "-1"], "--seed must not be negative, got -1"),
         (["reduce", "--num_pes", "-5"], "--num_pes must be at least 2, got -5"),
         (["reduce", "--algorithm", "ring"], "--algorithm must be one of chain, two_phase, tree, got 'ring'"),
-        (["reduce", "--words", "20000"], "array 'x' ends at byte 80000, a PE of wse2 has 49152"),
-        (["gemm", "--grid", "800", "--size", "800"], "800 x 800 PEs does not fit wse2: at most 750 x 994"),
+        (["reduce", "--num_pes", "9", "--words", "20000"], "PE of wse2: lower --words to 12288 or less"),
+        (["gemv", "--grid", "9", "--size", "3150"], "--size 3150: this takes more than the 49,152 bytes of a PE of"),
+        (
+            ["gemm", "--grid", "800", "--size", "800"],
+            "PEs does not fit wse2: at most 750 x 994: lower --grid",
+        ),
+        (["spmm", "--density", "0"], "--density must be at least 0.0005 for a non-zero in the 16 x 128 block of a PE"),
         (["gemm", "--grid", "7", "--size", "56", "--algorithm", "mesh"], "--grid must be even for --algorithm mesh"),
         (["reduce", "--trace", "no/such/folder.json"], "cannot write no/such/folder.json: its folder does not exist"),
     ],

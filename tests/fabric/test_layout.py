@@ -54,3 +54,23 @@ def test_a_colour_has_one_route_in_a_router() -> None:
 def test_directions_are_not_flags() -> None:
     with pytest.raises(UserError, match=r"several directions are a tuple, such as \(WEST, EAST\): got WEST \| EAST"):
         Layout(WSE2, 3, 1).route(0, None, RAMP, WEST | EAST)
+
+
+@pytest.mark.parametrize("values", [2**31, -(2**31) - 1, 2**63, 2**80, np.array([[0, 2**40, 1]])])
+def test_params_that_fit_no_register_are_refused(values: np.ndarray | int) -> None:
+    layout = Layout(WSE2, 3, 1)
+    with pytest.raises(UserError, match=r"^param 'n': a register holds 32 bits with sign, got -?\d+$"):
+        layout.param("n", values)
+    assert layout.params == []
+
+
+def test_params_are_numbers() -> None:
+    layout = Layout(WSE2, 3, 1)
+    with pytest.raises(UserError, match="param 'n' takes integers or floats, got <U4 "):
+        layout.param("n", np.array("four"))
+    with pytest.raises(UserError, match="param 'n': a register holds fp32, got 1e\\+60"):
+        layout.param("n", 1e60)
+    layout.param("n", np.array([[-(2**31), 2**31 - 1, True]]))
+    layout.param("n", np.array([[np.inf, np.nan, -1.5]]))
+    assert layout.params[0][2].tolist() == [[-(2**31), 2**31 - 1, 1]]
+    assert layout.params[1][2].view(np.float32)[0, 2] == -1.5

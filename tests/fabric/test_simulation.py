@@ -1,5 +1,7 @@
 """A simulation runs once, on an engine that exists, and takes values that fit, before the run."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -55,3 +57,14 @@ def test_integers_that_do_not_fit_are_refused(dtype: str, values: list) -> None:
     largest = np.iinfo(simulation.read("n").dtype).max
     simulation.write("n", np.array([largest, -largest - 1]))
     assert simulation.read("n").tolist() == [[largest, -largest - 1]]
+
+
+def test_io_cycles_of_a_wafer_of_ones_own(layout: Layout) -> None:
+    layout.wafer = dataclasses.replace(WSE2, name="mine")
+    simulation = Simulation(layout, engine="reference")
+    simulation.write("x", np.ones(8))
+    assert simulation.io_words == 8
+    with pytest.raises(UserError, match="wafer 'mine' are not known, only of wse1, wse2, wse3: give a changed wafer"):
+        _ = simulation.io_cycles
+    layout.wafer = dataclasses.replace(WSE2, clock_hz=1.1e11)  # by name it is a WSE-2
+    assert simulation.io_cycles == round(8 * 32 / 1.2e12 * 1.1e11)

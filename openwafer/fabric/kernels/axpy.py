@@ -59,14 +59,14 @@ def worker(pe: ProgramBuilder, *, tokens: int, inputs: int, outputs: int) -> Non
             pe.mac(y.at(output, tokens), x.at(index, tokens), value)
 
 
-def per_weight(wafer: Wafer, tokens: int) -> float:
+def per_weight(wafer: Wafer, config: AxpyConfig) -> float:
     """A task start, six scalars and the multiply-accumulate.
 
     Rows of X and Y that are no multiple of 16 bytes come to lie in all banks in turn, and some off 8 bytes: the mean.
     """
-    y = Y_BANK * wafer.bank_bytes
-    rows = range(0, 16 * 2 * tokens, 2 * tokens)
-    costs = [vector_cycles(wafer, Op.MAC, Dtype.f16, tokens, [(k, 1)], (y + n, 1)) for k in rows for n in rows]
+    tokens, y = config.tokens, Y_BANK * wafer.bank_bytes
+    inputs, outputs = (range(0, min(16, count) * 2 * tokens, 2 * tokens) for count in (config.inputs, config.outputs))
+    costs = [vector_cycles(wafer, Op.MAC, Dtype.f16, tokens, [(k, 1)], (y + n, 1)) for k in inputs for n in outputs]
     return wafer.costs.task_start + 6 * wafer.costs.scalar + sum(costs) / len(costs)
 
 
@@ -74,7 +74,7 @@ def formula(config: AxpyConfig, wafer: Wafer, non_zeros: list[int]) -> float:
     """Non-zero weights times the cost of one, plus the markers; where an output has so few (`non_zeros` of each) that
     the sender is slower, its two instructions per output."""
     costs = wafer.costs
-    weight, marker = per_weight(wafer, config.tokens), costs.task_start + 6 * costs.scalar
+    weight, marker = per_weight(wafer, config), costs.task_start + 6 * costs.scalar
     latency = 2 * wafer.ramp_cycles + costs.forward_latency + config.num_pes * wafer.hop_cycles
     sent = costs.task_start + 2 * costs.scalar + latency  # when what was sent so far is there
     done = 0.0  # when it has been worked on

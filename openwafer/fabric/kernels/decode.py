@@ -10,13 +10,14 @@ With several heads each has a block of P / heads columns, and scores are summed 
 their own. A key and value head lies in the block of every query head that uses it.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from openwafer.config import option
 from openwafer.errors import UserError
-from openwafer.fabric.cost import tile_cycles
+from openwafer.fabric.cost import tile_cycles, vector_cycles
 from openwafer.fabric.isa import Dtype, Mem, Op
 from openwafer.fabric.kernels.allreduce import Blocks, TwoLevel
 from openwafer.fabric.kernels.axis import Axis
@@ -65,6 +66,20 @@ class DecodeConfig:
         return Blocks(self.grid, self.grid // self.heads, BLOCK_COLOURS)
 
 
+def settle_cycles(config: DecodeConfig, wafer: Wafer) -> int:
+    """How long a row waits between the sum of its scores and its next sum down the columns; nothing on large grids.
+
+    Rows do not leave the sum of queries, keys and values at once: the root of a column sends it down, then up, then
+    lets its queues drain, and the last row has a key and a value to store. A row that is through with its scores
+    before another has turned its routers would send the other what it takes for words of its own scores.
+    """
+    (d, _, s), costs, tree = config.pieces, wafer.costs, TwoLevel(config.grid, config.group)
+    store = sum(vector_cycles(wafer, Op.MOV, Dtype.f16, d, [(0, 1)], (0, stride)) for stride in (s, 1))
+    latest = 3 * d + costs.fabric_startup + DRAIN_CYCLES + store + 2 * config.group * wafer.hop_cycles
+    soonest = tree.cycles(wafer, s) - tree._spread().cycles(wafer, s)
+    return math.ceil(max(0.0, latest - soonest))
+
+
 class Layer:
     """Builds the program of the PE at (x, y)."""
 
@@ -85,6 +100,10 @@ class Layer:
             return
         self.turn()
         self.sum(vector)
+        cycles = settle_cycles(self.config, self.pe.wafer)
+        if cycles:
+            with self.pe.loop(1, overhead=cycles):
+                pass
         self.turn()
 
     def turn(self) -> None:
@@ -277,6 +296,7 @@ def formula(config: DecodeConfig, wafer: Wafer) -> float:
     )
     slow = costs.divide * (3 + s + 2 * f)
     turns = (4 if config.heads > 1 else 6) * (len(tree.colours) * costs.scalar)
+    turns += settle_cycles(config, wafer) if config.heads == 1 else 0
     elementwise = 40 * max(costs.vector_minimum, costs.vector_startup + 2) + 40 * costs.scalar
     return costs.task_start + sums + products + slow + turns + elementwise
 

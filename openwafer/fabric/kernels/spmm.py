@@ -5,6 +5,7 @@ adds up its rows of Y, and an all-reduce down each column completes them. `csc` 
 costs to look up.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +40,13 @@ class SpmmConfig:
     def __post_init__(self) -> None:
         if self.size % self.width or self.size % self.height:
             raise UserError(f"--size must be a multiple of {self.width} and {self.height}, got {self.size}")
+        rows, columns = self.block
+        if self.non_zeros == 0:
+            least = math.ceil(1e4 / (rows * columns)) / 1e4
+            raise UserError(
+                f"--density must be at least {least} for a non-zero in the {rows} x {columns} block of a PE, got "
+                f"{self.density}"
+            )
 
     @property
     def block(self) -> tuple[int, int]:
@@ -75,9 +83,14 @@ def collective(config: SpmmConfig) -> Pipelined:
 
 
 def formula(config: SpmmConfig, wafer: Wafer) -> float:
-    """Non-zeros times (look-up, four scalars, an AXPY whose operands share a bank), then the all-reduce."""
-    axpy = vector_cycles(wafer, Op.MAC, Dtype.f32, config.columns, [(0, 1)], (0, 1))
-    one = config.overhead(wafer) + 4 * wafer.costs.scalar + axpy
+    """Non-zeros times (look-up, four scalars, an AXPY), then the all-reduce.
+
+    Operands share a bank if a row is a multiple of 16 bytes, else they lie in all of them in turn: the mean.
+    """
+    length = config.columns
+    targets, sources = (range(0, min(4, count) * 4 * length, 4 * length) for count in config.block)
+    costs = [vector_cycles(wafer, Op.MAC, Dtype.f32, length, [(x, 1)], (y, 1)) for x in sources for y in targets]
+    one = config.overhead(wafer) + 4 * wafer.costs.scalar + sum(costs) / len(costs)
     words = config.block[0] * config.columns
     return wafer.costs.task_start + config.non_zeros * one + collective(config).cycles(wafer, words)
 

@@ -47,7 +47,12 @@ ODD = [
     ("axpy", {"num_pes": 7, "tokens": 3, "inputs": 40, "outputs": 30, "sparsity": 0.99}),
     ("axpy", {"num_pes": 1, "tokens": 20, "inputs": 3, "outputs": 2, "sparsity": 0.5}),
     ("spmm", {"width": 8, "height": 3, "size": 96, "columns": 7, "density": 0.1}),
+    ("axpy", {"num_pes": 3, "tokens": 86, "inputs": 19, "outputs": 1, "sparsity": 0.03}),
+    ("spmm", {"width": 5, "height": 4, "size": 60, "columns": 34, "density": 0.86}),
     ("stencil", {"width": 2, "height": 2, "depth": 300, "steps": 4}),
+    # Rows that are through with their scores while others still sum up queries, keys and values.
+    ("decode", {"grid": 4, "width": 64, "feed_forward": 12, "context": 12, "group": 2}),
+    ("decode", {"grid": 8, "width": 128, "feed_forward": 160, "context": 16, "group": 4}),
     ("softmax", {"num_pes": 40, "size": 1}),
     ("rmsnorm", {"num_pes": 7, "size": 60, "group": 2}),
 ]
