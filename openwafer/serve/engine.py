@@ -38,19 +38,20 @@ def open_engine(
     path_or_name: str | Path, config: EngineConfig | None = None
 ) -> tuple[Engine, Tokenizer | None, ModelConfig]:
     """Load a model (a pulled name, a file or a folder) and start an engine on it."""
-    from openwafer.serve.opening import open_runner, open_speculator
+    from openwafer.serve.opening import open_with_speculator
 
     config = config or EngineConfig()
     stored = open_model(path_or_name)
-    runner = open_runner(stored, config)
+    runner, speculator = open_with_speculator(stored, config)
     num_tokens = runner.num_blocks * runner.block_size
     limit = min(stored.config.max_position_embeddings, num_tokens)
     if config.max_context is not None and config.max_context > limit:
+        runner.close()
+        speculator.close()
         raise UserError(
             f"max_context {config.max_context} is more than the model ({stored.config.max_position_embeddings}) "
             f"or the key/value cache ({num_tokens} tokens) can hold: lower it, or give a larger kv_cache"
         )
-    speculator = open_speculator(stored.config, config)
     engine = LocalEngine(runner, stored.config, config, max_context=config.max_context or limit, speculator=speculator)
     return engine, stored.tokenizer(), stored.config
 

@@ -150,7 +150,7 @@ def test_stages_on_gpus_with_streamed_layers_answer_as_one_gpu_does(tmp_path: Pa
     """All of it, but for the GPUs, which are host memory on which copies come late."""
     model = _saved(tmp_path / "tiny", num_layers=8)
     flags = ["--device", "cuda", "--dtype", "fp32", "--max-step-tokens", "32", "--max-running", "4"]
-    flags += ["--num-csx", "2", "--kv-cache", "600kB", "--max-context", "256", "--device-memory", "1650kB"]
+    flags += ["--num-csx", "2", "--kv-cache", "600kB", "--max-context", "256", "--device-memory", "2850kB"]
     seeded = {**PROMPT, "temperature": 1, "seed": 11, "max_tokens": 6, "logprobs": True}
     with served(model, tmp_path, *flags, program=LATE) as two, httpx.Client(base_url=two.url, timeout=60) as http:
         assert two.said.count("are copied from host memory in every step") == 2
