@@ -153,7 +153,7 @@ def test_stages_on_gpus_with_streamed_layers_answer_as_one_gpu_does(tmp_path: Pa
     flags += ["--num-csx", "2", "--kv-cache", "600kB", "--max-context", "256", "--device-memory", "2850kB"]
     seeded = {**PROMPT, "temperature": 1, "seed": 11, "max_tokens": 6, "logprobs": True}
     with served(model, tmp_path, *flags, program=LATE) as two, httpx.Client(base_url=two.url, timeout=60) as http:
-        assert two.said.count("are copied from host memory in every step") == 2
+        assert "are copied from host memory in every step" in two.said  # those of the stage that also draws
         stages = _children(two.process.pid)
         choice = http.post("/v1/chat/completions", json=seeded).json()["choices"][0]
         found = [entry["logprob"] for entry in choice["logprobs"]["content"]]
