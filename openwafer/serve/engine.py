@@ -100,6 +100,7 @@ class LocalEngine:
         self._flights: deque[Flight] = deque()  # the oldest first
         self._by_id: dict[str, Sequence] = {}
         self._num_prompt_tokens = self._num_generated_tokens = self._num_cached_tokens = 0
+        self._num_guessed_tokens = self._num_right_tokens = 0
         self._last_progress_s = time.monotonic()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
@@ -138,6 +139,8 @@ class LocalEngine:
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=self._num_generated_tokens,
                 num_cached_tokens=self._num_cached_tokens,
+                num_guessed_tokens=self._num_guessed_tokens,
+                num_right_tokens=self._num_right_tokens,
                 last_progress_s=self._last_progress_s,
                 stage_busy_s=() if self._stages is None else self._stages.busy_s(),
                 failure=self._error,
@@ -292,6 +295,8 @@ class LocalEngine:
             return
         sequence = work.sequence
         self._num_generated_tokens += len(growth.tokens)
+        self._num_guessed_tokens += growth.num_guessed
+        self._num_right_tokens += growth.num_right
         self._scheduler.pool.publish(sequence)
         if growth.finish is not None:
             self._forget(sequence)

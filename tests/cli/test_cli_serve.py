@@ -71,7 +71,7 @@ def served(model: Path, folder: Path, *flags: str, program: Sequence[str] = ("-m
     try:
         assert process.stderr is not None
         first = process.stderr.readline()
-        match = re.search(r"serving tiny at (http://127\.0\.0\.1:\d+) \(no API keys, so only this machine", first)
+        match = re.search(r"loading tiny, to be served at (http://127\.0\.0\.1:\d+) \(no API keys, so only", first)
         assert match, first
         said = ""
         for line in process.stderr:
@@ -112,7 +112,9 @@ def test_serves_and_stops_after_the_answer(serving: Process):
     last = json.loads(rest[-2].removeprefix("data: "))
     assert last["choices"][0]["finish_reason"] == "length"
     assert last["usage"]["completion_tokens"] == 300
-    assert serving.process.wait(timeout=120) == 0
+    _, said = serving.process.communicate(timeout=120)
+    assert serving.process.returncode == 0
+    assert '"message": "stopping", "requests_to_finish": 1' in said
     store = KeyStore(serving.keys)
     (row,) = store.usage()
     store.close()

@@ -121,6 +121,8 @@ def test_metrics_have_the_names_people_scrape(tmp_path: Path):
     assert values["openwafer:kv_cache_usage_perc", None] == 0
     assert values["openwafer:prompt_tokens_total", None] > 20
     assert values["openwafer:generation_tokens_total", None] == 4
+    assert values["openwafer:spec_decode_num_draft_tokens_total", None] == 0
+    assert values["openwafer:spec_decode_num_accepted_tokens_total", None] == 0
     assert values["openwafer:request_success_total", "stop"] == 1
     assert values["openwafer:request_success_total", "length"] == 1
     assert values["openwafer:time_to_first_token_seconds_count", None] == 2
