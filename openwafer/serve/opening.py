@@ -1,7 +1,6 @@
 """From a model at rest to something that runs it: which runner, how much cache, which speculation."""
 
 import contextlib
-import dataclasses
 import logging
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from openwafer.errors import UserError
 from openwafer.kernels.compiled import NoCompiler
 from openwafer.models.config import ModelConfig
 from openwafer.models.load import StoredModel, open_model
+from openwafer.serve.draft_budget import divide_with_draft
 from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.loading import load_program
 from openwafer.serve.lowering import PAGE
@@ -33,9 +33,8 @@ def open_with_speculator(stored: StoredModel, config: EngineConfig) -> tuple[Run
         _check_heads(stored.config)
         runner, guesser = open_with_draft(stored, draft, config)
     else:
-        runner = open_runner(stored, config)
-        # It is small: all of it stays with the engine.
-        guesser = open_runner(draft, dataclasses.replace(config, num_csx=1, dram=None, flash=None))
+        config, config_of_draft = divide_with_draft(stored, draft, config)
+        runner, guesser = open_runner(stored, config), open_runner(draft, config_of_draft)
     context = min(draft.config.max_position_embeddings, guesser.num_blocks * guesser.block_size)
     return runner, DraftModel(guesser, max_rows=config.num_step_tokens, max_context=context)
 

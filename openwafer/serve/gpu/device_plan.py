@@ -23,8 +23,8 @@ from openwafer.serve.gpu.tuning import Tuning
 from openwafer.serve.inventory import Inventory, Size, take_inventory
 from openwafer.serve.lowering import PAGE
 from openwafer.serve.program import ProgramBuilder
-from openwafer.serve.region import Region, split
-from openwafer.serve.stage_plan import num_cache_blocks, threads_of_stages, token_bytes
+from openwafer.serve.region import Region
+from openwafer.serve.stage_plan import divided, num_cache_blocks, threads_of_stages, token_bytes
 
 _FREE_SHARE = 0.92  # of the free memory, when no limit is given
 _RESERVE_SHARE = 20  # a twentieth of the limit: libraries' workspaces, small tensors, holes between large ones
@@ -137,8 +137,7 @@ def plan_devices(
     """
     shape, dtype = stored.config, device_dtype(config)
     inventory = take_inventory(stored, config)
-    costs = [float(size.products) for size in inventory.layers]
-    regions = split(costs, float(inventory.head.products), config.num_csx)
+    regions = divided(inventory, config.num_csx)
     shares = _shares(config.device_memory, gpus, len(regions), beside)
     # Who shares a GPU with a draft model leaves room for its keys and values.
     needs = [
