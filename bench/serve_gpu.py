@@ -60,7 +60,7 @@ def requests(vocabulary: int) -> Iterator[Request]:
         yield Request(
             id=str(number),
             prompt=prompt[: 200 if number % 3 else 40] + own,
-            sampling=Sampling(max_tokens=64 + number, temperature=0.8, top_p=0.9, seed=number, num_logprobs=0),
+            sampling=Sampling(max_tokens=24 + number % 8, temperature=0.8, top_p=0.9, seed=number, num_logprobs=0),
         )
 
 
@@ -138,9 +138,9 @@ def main() -> None:
         path = checkpoint(folder, MODEL if on_gpu else TINY)
         ways: list[dict[str, Any]] = [{}, {"num_csx": 2}, {"speculation": "lookup"}, {"prefix_cache": False}]
         if on_gpu:
-            small = {"max_step_tokens": 512, "kv_cache": 100 << 20, "device_memory": (500 << 20) + others()}
-            ways += [small, small | {"dram": 150 << 20, "flash": folder / "flash"}]
-            ways += [small | {"num_csx": 2, "device_memory": others() + 2 * Gpus.context_bytes + (700 << 20)}]
+            small = {"max_step_tokens": 512, "kv_cache": 100 << 20, "device_memory": (700 << 20) + others()}
+            ways += [small, small | {"dram": 250 << 20, "flash": folder / "flash"}]
+            ways += [small | {"num_csx": 2, "device_memory": others() + 2 * Gpus.context_bytes + (1100 << 20)}]
         expected = served(path, args.device, **ways[0])
         for way in ways[1:]:
             if served(path, args.device, **way) != expected:
