@@ -10,8 +10,10 @@ import torch
 from openwafer.errors import UserError
 from openwafer.models.generate import generate
 from openwafer.models.huggingface_export import export
-from openwafer.models.load import load
+from openwafer.models.load import StoredModel, load
+from openwafer.serve import opening
 from openwafer.serve.engine import EngineConfig, open_engine
+from openwafer.serve.runner import Runner
 from tests.serve.conftest import CONFIGS, Answer, Client, stored, tiny_module
 
 PROMPT = np.random.default_rng(0).integers(0, 101, 9).tolist()
@@ -93,3 +95,23 @@ def test_a_draft_must_share_the_vocabulary(folder: Path, tmp_path: Path) -> None
     small.write_text(small.read_text().replace('"vocab_size": 101', '"vocab_size": 90'))
     with pytest.raises(UserError, match="90 token ids, the model 101"):
         open_engine(folder, EngineConfig(speculation="draft", draft_model=str(tmp_path / "gpt")))
+
+
+def test_a_draft_that_cannot_be_opened_leaves_no_model_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_runner = opening.open_runner
+    opened: list[Runner] = []
+    closed: list[Runner] = []
+
+    def open_one(model: StoredModel, config: EngineConfig) -> Runner:
+        if opened:
+            raise UserError("no room for the draft")
+        opened.append(open_runner(model, config))
+        monkeypatch.setattr(opened[0], "close", lambda: closed.append(opened[0]))
+        return opened[0]
+
+    monkeypatch.setattr(opening, "open_runner", open_one)
+    with pytest.raises(UserError, match="no room for the draft"):
+        open_engine(folder, EngineConfig(speculation="draft", draft_model=str(folder), num_threads=1, kv_cache=70_000))
+    assert closed == opened
+    monkeypatch.undo()
+    opened[0].close()
