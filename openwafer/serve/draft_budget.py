@@ -8,7 +8,7 @@ import dataclasses
 
 from openwafer.errors import UserError
 from openwafer.models.load import StoredModel
-from openwafer.serve.budget import cache_bytes, least_bytes
+from openwafer.serve.budget import cache_bytes, enough, least_bytes
 from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.inventory import take_inventory
 from openwafer.serve.lowering import PAGE
@@ -38,13 +38,10 @@ def divide_with_draft(
 
     cache, own, beside = shared(config.dram)
     if config.dram < needed(config.dram):
-        enough = config.dram
-        while enough < (more := needed(enough)):
-            enough = more
         raise UserError(
             f"dram {config.dram} is too small: {weights + cache} bytes are needed for the weights being read, packed "
             f"and computed with and for keys and values ({cache}), and {beside} for the draft model with its own; give "
-            f"at least --dram {enough}, a smaller --kv_cache, or another --draft_model"
+            f"at least --dram {enough(config.dram, needed)}, a smaller --kv_cache, or another --draft_model"
         )
     return dataclasses.replace(config, dram=config.dram - beside, kv_cache=cache), own
 

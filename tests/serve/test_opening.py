@@ -14,6 +14,7 @@ from openwafer.models.load import StoredModel, load
 from openwafer.serve import opening
 from openwafer.serve.engine import EngineConfig, open_engine
 from openwafer.serve.runner import Runner
+from openwafer.serve.stage_plan import plan_stages
 from tests.serve.conftest import CONFIGS, Answer, Client, stored, tiny_module
 
 PROMPT = np.random.default_rng(0).integers(0, 101, 9).tolist()
@@ -73,6 +74,16 @@ def test_without_a_compiler_the_definition_runs(
 def test_what_cannot_be_is_told(folder: Path, options: dict, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         open_engine(folder, EngineConfig(**options))
+
+
+def test_the_least_budget_that_is_told_is_enough_where_the_cache_grows_with_it() -> None:
+    model = stored(tiny_module(dataclasses.replace(CONFIGS["llama"], num_hidden_layers=8)))
+    options = {"max_step_tokens": 2, "max_running": 60}
+    with pytest.raises(UserError, match="dram 140000 is too small") as told:
+        plan_stages(model, EngineConfig(dram=140_000, **options))
+    least = int(str(told.value).split("--dram ")[1].split(",")[0])
+    (plan,) = plan_stages(model, EngineConfig(dram=least, **options))
+    assert plan.num_blocks > 1
 
 
 def test_streamed_answers_are_those_of_memory(tmp_path: Path) -> None:
