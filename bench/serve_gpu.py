@@ -75,6 +75,8 @@ def answers(engine: Engine, asked: list[Request]) -> list[Answer]:
             event = events.get(timeout=300)
             tokens += event.tokens
             logprobs += [logprob.logprob for logprob in event.logprobs]
+        if event.error is not None:
+            raise SystemExit(f"a request failed: {event.error}")
         found.append((tuple(tokens), tuple(logprobs)))
     return found
 

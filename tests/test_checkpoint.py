@@ -260,7 +260,7 @@ FULL_DISK = """
 import resource, sys, torch
 from pathlib import Path
 from openwafer.errors import UserError
-from openwafer.checkpoint import BrokenCheckpoint, Checkpoint, latest, save
+from openwafer.checkpoint import Checkpoint, latest, save
 model_dir, limit = Path(sys.argv[1]), int(sys.argv[2])
 save(model_dir, 1, [("weights/a", torch.ones(1000))], {})
 if limit:
@@ -304,7 +304,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path):
 KILLED = """
 import os, random, signal, sys, time, torch
 from pathlib import Path
-from openwafer.checkpoint import BrokenCheckpoint, Checkpoint, latest, save
+from openwafer.checkpoint import Checkpoint, latest, save
 model_dir = Path(sys.argv[1])
 random.seed(int(sys.argv[2]))
 

@@ -38,9 +38,7 @@ class CodeParcel:
     @classmethod
     def of(cls, code: fx.GraphModule) -> "CodeParcel":
         place: dict[Any, Any] = {node: NodeRef(index) for index, node in enumerate(code.graph.nodes)}
-        parts = {
-            str(node.target): getattr(code, str(node.target)) for node in code.graph.nodes if node.op == "get_attr"
-        }
+        parts = {str(node.target) for node in code.graph.nodes if node.op == "get_attr"}
         nodes = tuple(
             PackedNode(
                 node.name,

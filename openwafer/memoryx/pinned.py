@@ -3,6 +3,7 @@
 PyTorch's own pinned allocator rounds up to powers of two; here whole pages are mapped and registered.
 """
 
+import contextlib
 import logging
 import weakref
 from typing import Any
@@ -46,6 +47,8 @@ def _locked(num_bytes: int) -> np.ndarray:
     while status == _ALREADY_LOCKED and len(aside) < _TRIES:
         aside.append(mapped(num_bytes))
         status = _lock(torch.from_numpy(aside[-1]))
+        if status == _ALREADY_LOCKED:
+            _forget_error()
     if status:
         raise _refused(num_bytes, status)
     if len(aside) > 1:
@@ -60,7 +63,19 @@ def _lock(memory: Tensor) -> int:
 def _unlock(address: int) -> None:
     status = int(_cuda().cudaHostUnregister(address))
     if status:
+        _forget_error()
         _log.warning("CUDA did not unlock host memory (error %d)", status)
+
+
+def _forget_error() -> None:
+    """CUDA keeps the error of a call for whoever asks next in this thread, and PyTorch asks after each kernel that it
+    starts: that kernel would fail with it. So one that nobody needs is started here."""
+    with contextlib.suppress(RuntimeError):
+        _start_a_kernel()
+
+
+def _start_a_kernel() -> None:
+    torch.ones(1, device="cuda")
 
 
 def _cuda() -> Any:

@@ -88,6 +88,7 @@ class DramTier:
         self._wanted: Key | None = None  # what `preserve` was last called for since `freeze`
         self._is_waiting = False  # whether that call waits
         self._pages = ReadyPages()  # for copies
+        self._waits_for_training = False  # since `freeze`: nothing was loaded, so there may be nothing to copy
 
     @property
     def num_bytes(self) -> int:
@@ -111,6 +112,8 @@ class DramTier:
         pass
 
     def load(self, key: Key) -> Tensor:
+        if self._waits_for_training:
+            self._make_pages()
         return self._arrays[key]
 
     def release(self, key: Key, *, changed: bool) -> None:
@@ -121,10 +124,17 @@ class DramTier:
             self._frozen = set(self._arrays)
             self._wanted = None
             self._pages.close()
-            if self._snapshot_bytes is None:  # else memory is scarce: only what is copied is taken
+            # With a limit memory is scarce: only what is copied is taken.
+            self._waits_for_training = self._snapshot_bytes is None
+
+    def _make_pages(self) -> None:
+        """Training goes on. A checkpoint at its end would need no copies, and must not take their memory."""
+        with self._changed:
+            if self._waits_for_training:
+                self._waits_for_training = False
                 # The last Unit's arrays are changed first.
-                arrays = sorted(self._arrays.items(), key=lambda item: -item[0][0])
-                self._pages = ReadyPages((key, array.numel(), array.dtype) for key, array in arrays)
+                keys = sorted(self._frozen - self._copies.keys(), key=lambda key: -key[0])
+                self._pages = ReadyPages((key, self._arrays[key].numel(), self._arrays[key].dtype) for key in keys)
 
     def preserve(self, key: Key) -> None:
         with self._changed:
@@ -175,6 +185,7 @@ class DramTier:
     def thaw(self) -> None:
         with self._changed:
             self._frozen.clear()
+            self._waits_for_training = False
             self._pages.close()
             self._copies.clear()
             self._reading.clear()

@@ -1,7 +1,7 @@
 """How a budget of memory is spent: keys and values, weights that stay, and buffers for those that are streamed."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from openwafer.direct_io import BLOCK_BYTES, rounded_up
@@ -32,19 +32,34 @@ def available_bytes() -> int | None:
 
 
 def share(
-    dram: int, inventory: Inventory, regions: Sequence[Region], caches: Sequence[int], max_rows: int
+    dram: int,
+    inventory: Inventory,
+    regions: Sequence[Region],
+    cache_with: Callable[[int], int],
+    max_rows: int,
 ) -> list[int]:
-    """A budget's part for the weights of each region; what is more than the least goes by their sizes."""
-    least = least_bytes(inventory, regions, max_rows)
-    needed = sum(least) + sum(caches)
+    """A budget's part for the weights of each region; what is more than the least goes by their sizes.
+
+    `cache_with`: bytes of all keys and values with a budget.
+    """
+    least, cache = least_bytes(inventory, regions, max_rows), cache_with(dram)
+    needed = sum(least) + cache
     if dram < needed:
         raise UserError(
-            f"dram {dram} is too small: {needed} bytes are needed for keys and values ({sum(caches)}) and for the "
-            f"weights being read, packed and computed with ({sum(least)}); give at least --dram {needed}, or a smaller "
-            "--kv_cache"
+            f"dram {dram} is too small: {needed} bytes are needed for keys and values ({cache}) and for the "
+            f"weights being read, packed and computed with ({sum(least)}); give at least --dram "
+            f"{enough(dram, lambda more: sum(least) + cache_with(more))}, or a smaller --kv_cache"
         )
     totals = [inventory.total(region) for region in regions]
     return [low + (dram - needed) * total // sum(totals) for low, total in zip(least, totals, strict=True)]
+
+
+def enough(dram: int, needed: Callable[[int], int]) -> int:
+    """A larger budget that has room for what is needed with it; if nobody says how much memory keys and values may
+    have, they grow with it."""
+    while dram < (more := needed(dram)):
+        dram = more
+    return dram
 
 
 def least_bytes(inventory: Inventory, regions: Sequence[Region], max_rows: int) -> list[int]:

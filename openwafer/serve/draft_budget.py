@@ -8,7 +8,7 @@ import dataclasses
 
 from openwafer.errors import UserError
 from openwafer.models.load import StoredModel
-from openwafer.serve.budget import cache_bytes, least_bytes
+from openwafer.serve.budget import cache_bytes, enough, least_bytes
 from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.inventory import take_inventory
 from openwafer.serve.lowering import PAGE
@@ -24,15 +24,24 @@ def divide_with_draft(
     config = settled(stored, config, beside)
     if config.dram is None:
         return config, own
-    own, beside = _of_draft(stored, draft, config)
     inventory = take_inventory(stored, config)
-    cache = cache_bytes(config.kv_cache, config.dram)
-    needed = sum(least_bytes(inventory, divided(inventory, config.num_csx), config.num_step_tokens)) + cache
-    if config.dram < needed + beside:
+    weights = sum(least_bytes(inventory, divided(inventory, config.num_csx), config.num_step_tokens))
+
+    def shared(dram: int) -> tuple[int, EngineConfig, int]:
+        """The model's keys and values, the draft's config, and its bytes. They grow with a budget, if nobody says how
+        much memory keys and values may have."""
+        return cache_bytes(config.kv_cache, dram), *_of_draft(stored, draft, dataclasses.replace(config, dram=dram))
+
+    def needed(dram: int) -> int:
+        cache, _, beside = shared(dram)
+        return weights + cache + beside
+
+    cache, own, beside = shared(config.dram)
+    if config.dram < needed(config.dram):
         raise UserError(
-            f"dram {config.dram} is too small: {needed} bytes are needed for the weights being read, packed and "
-            f"computed with and for keys and values ({cache}), and {beside} for the draft model with its own; give "
-            f"at least --dram {needed + beside}, a smaller --kv_cache, or another --draft_model"
+            f"dram {config.dram} is too small: {weights + cache} bytes are needed for the weights being read, packed "
+            f"and computed with and for keys and values ({cache}), and {beside} for the draft model with its own; give "
+            f"at least --dram {enough(config.dram, needed)}, a smaller --kv_cache, or another --draft_model"
         )
     return dataclasses.replace(config, dram=config.dram - beside, kv_cache=cache), own
 

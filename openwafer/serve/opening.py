@@ -34,7 +34,12 @@ def open_with_speculator(stored: StoredModel, config: EngineConfig) -> tuple[Run
         runner, guesser = open_with_draft(stored, draft, config)
     else:
         config, config_of_draft = divide_with_draft(stored, draft, config)
-        runner, guesser = open_runner(stored, config), open_runner(draft, config_of_draft)
+        runner = open_runner(stored, config)
+        try:
+            guesser = open_runner(draft, config_of_draft)
+        except BaseException:
+            runner.close()
+            raise
     context = min(draft.config.max_position_embeddings, guesser.num_blocks * guesser.block_size)
     return runner, DraftModel(guesser, max_rows=config.num_step_tokens, max_context=context)
 

@@ -62,12 +62,17 @@ def plan_stages(stored: StoredModel, config: EngineConfig) -> list[StagePlan]:
     inventory = take_inventory(stored, config)
     regions = divided(inventory, config.num_csx)
     number_bytes = cache_number_bytes(inventory)
-    memory = cache_bytes(config.kv_cache, config.dram)
-    num_blocks = num_cache_blocks(stored.config, config, memory, number_bytes)
-    caches = [num_blocks * PAGE * token_bytes(stored.config, len(r.layers), number_bytes) for r in regions]
+
+    def blocks_with(dram: int | None) -> int:
+        return num_cache_blocks(stored.config, config, cache_bytes(config.kv_cache, dram), number_bytes)
+
+    num_blocks = blocks_with(config.dram)
+    block_bytes = PAGE * token_bytes(stored.config, stored.config.num_hidden_layers, number_bytes)
     placements: list[Placement | None] = [None] * len(regions)
     if config.dram is not None:
-        budgets = share(config.dram, inventory, regions, caches, config.num_step_tokens)
+        budgets = share(
+            config.dram, inventory, regions, lambda dram: blocks_with(dram) * block_bytes, config.num_step_tokens
+        )
         placements = [
             place(budget, inventory, region, config.num_step_tokens)
             for budget, region in zip(budgets, regions, strict=True)

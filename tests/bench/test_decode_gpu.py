@@ -77,9 +77,8 @@ def test_the_check_compares(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     from decode_gpu import TINY  # pyright: ignore[reportMissingImports]
 
     pytest.importorskip("triton", reason="there is no Triton for this platform")
-    shape = replace(
-        TINY, num_hidden_layers=1, hidden_size=64, intermediate_size=96
-    )  # each program takes a millisecond here
+    # Each program takes a millisecond here.
+    shape = replace(TINY, num_hidden_layers=1, hidden_size=64, intermediate_size=96, vocab_size=128)
     case = _gpu_kernels.Case(name="both kinds", counts=[1, 9], starts=[40, 3])
     cpu = torch.device("cpu")
     assert _gpu_kernels.check(shape, cpu, Journal(None), [case], num_tokens=1) < 1e-5

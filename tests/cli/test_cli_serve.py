@@ -101,7 +101,8 @@ def test_serves_and_stops_after_the_answer(serving: Process):
         assert forced["choices"][0]["message"]["content"] == '"abc"'
         assert http.post("/v1/chat/completions", json={**PROMPT, "max_tokens": 901}).status_code == 400
         _same_alone_and_in_company(http)
-        long = {**PROMPT, "stream": True, "max_tokens": 300, "logit_bias": {str(EOS): -100}}
+        # Long enough: the server looks ten times a second whether it shall stop.
+        long = {**PROMPT, "stream": True, "max_tokens": 850, "logit_bias": {str(EOS): -100}}
         with http.stream("POST", "/v1/chat/completions", json=long) as response:
             lines = response.iter_lines()
             next(lines)
@@ -111,7 +112,7 @@ def test_serves_and_stops_after_the_answer(serving: Process):
     assert rest[-1] == "data: [DONE]"
     last = json.loads(rest[-2].removeprefix("data: "))
     assert last["choices"][0]["finish_reason"] == "length"
-    assert last["usage"]["completion_tokens"] == 300
+    assert last["usage"]["completion_tokens"] == 850
     _, said = serving.process.communicate(timeout=120)
     assert serving.process.returncode == 0
     assert '"message": "stopping", "requests_to_finish": 1' in said

@@ -1,4 +1,5 @@
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,7 @@ def resident_bytes(array: torch.Tensor) -> int:
 
 def test_arrays_have_their_pages_before_anybody_writes_to_them() -> None:
     pages = ReadyPages([("first", NUM_ELEMENTS, torch.float32), ("second", NUM_ELEMENTS, torch.bfloat16)])
-    while not all(future.done() for future in pages._futures.values()):
-        threading.Event().wait(0.01)
+    assert not wait(pages._futures.values(), 60).not_done
     first, second = pages.take("first"), pages.take("second")
     pages.close()
     assert first is not None
@@ -42,17 +42,18 @@ def test_arrays_have_their_pages_before_anybody_writes_to_them() -> None:
 
 
 def test_what_nobody_began_or_wants_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, begun = threading.Event(), []
+    go_on, two_began, begun = threading.Event(), threading.Barrier(3), []
 
     def touched(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         begun.append(num_elements)
+        if num_elements < 3:
+            two_began.wait(60)
         assert go_on.wait(60)
         return torch.zeros(num_elements, dtype=dtype)
 
     monkeypatch.setattr(ready_pages, "_touched", touched)
     pages = ReadyPages((number, number, torch.float32) for number in range(1, 6))
-    while len(begun) < 2:
-        threading.Event().wait(0.01)
+    two_began.wait(60)
     pages.drop(3)
     assert pages.take(4) is None  # whoever needs it now makes it
     assert pages.take(99) is None
@@ -65,27 +66,56 @@ def test_what_nobody_began_or_wants_is_not_made(monkeypatch: pytest.MonkeyPatch)
     pages.close()
 
 
-def test_a_frozen_tier_copies_into_them() -> None:
+def test_a_frozen_tier_copies_into_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def touched(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        array = torch.zeros(num_elements, dtype=dtype)
+        made.append(array.data_ptr())
+        return array
+
+    monkeypatch.setattr(ready_pages, "_touched", touched)
     tier = DramTier()
     for index in range(4):
         tier.create((index, "m"), NUM_ELEMENTS, torch.float32)
         tier.load((index, "m")).fill_(index)
     for _ in range(2):
         tier.freeze()
+        tier.load((0, "m"))
+        assert not wait(tier._pages._futures.values(), 60).not_done
         for index in reversed(range(4)):
             tier.preserve((index, "m"))
             tier.load((index, "m")).add_(1)
+            assert tier.read_frozen((index, "m"), 0, 1).data_ptr() in made[-4:]
         for index in range(4):
             assert torch.equal(tier.read_frozen((index, "m"), 0, NUM_ELEMENTS) + 1, tier.load((index, "m")))
             tier.drop_frozen((index, "m"))
         tier.thaw()
 
 
-def test_a_tier_with_a_limit_takes_only_what_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ready_pages, "_touched", lambda *_: pytest.fail("took memory ahead"))
+def test_a_tier_with_a_limit_takes_only_what_it_copies() -> None:
     tier = DramTier(snapshot_bytes=1 << 30)
     tier.create((0, "m"), NUM_ELEMENTS, torch.float32)
     tier.freeze()
+    tier.load((0, "m"))
+    assert not tier._pages._futures
     tier.preserve((0, "m"))
     assert not tier.read_frozen((0, "m"), 0, NUM_ELEMENTS).any()
+    tier.close()
+
+
+def test_nothing_is_taken_before_training_goes_on() -> None:
+    """The last checkpoint is written while nothing changes."""
+    tier = DramTier()
+    tier.create((0, "m"), NUM_ELEMENTS, torch.float32)
+    tier.create((1, "m"), NUM_ELEMENTS, torch.float32)
+    tier.freeze()
+    tier.read_frozen((0, "m"), 0, NUM_ELEMENTS)
+    tier.drop_frozen((0, "m"))
+    assert not tier._pages._futures
+    tier.load((1, "m"))
+    assert list(tier._pages._futures) == [(1, "m")]  # the other one needs no copy any more
+    tier.thaw()
+    tier.load((1, "m"))
+    assert not tier._pages._futures
     tier.close()

@@ -52,6 +52,15 @@ def test_a_budget_is_for_both_and_the_least_that_is_told_is_enough() -> None:
         divide_with_draft(MODEL, DRAFT, chosen(dram=least - 1))
 
 
+def test_the_least_that_is_told_is_enough_where_the_cache_grows_with_it() -> None:
+    with pytest.raises(UserError, match="is too small") as told:
+        divide_with_draft(MODEL, DRAFT, chosen(dram=140_000, kv_cache=None))
+    (least,) = map(int, re.findall(r"--dram (\d+)", str(told.value)))
+    config, own = divide_with_draft(MODEL, DRAFT, chosen(dram=least, kv_cache=None))
+    assert config.kv_cache == least // 4
+    assert plan_stages(MODEL, config)[0].num_blocks == plan_stages(DRAFT, own)[0].num_blocks > 1
+
+
 def test_without_a_budget_the_draft_counts_in_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough for the model, but not for both."""
     free = WEIGHTS + 3 * BLOCK + WEIGHTS_OF_DRAFT + 3 * BLOCK_OF_DRAFT

@@ -10,8 +10,11 @@ import torch
 from openwafer.errors import UserError
 from openwafer.models.generate import generate
 from openwafer.models.huggingface_export import export
-from openwafer.models.load import load
+from openwafer.models.load import StoredModel, load
+from openwafer.serve import opening
 from openwafer.serve.engine import EngineConfig, open_engine
+from openwafer.serve.runner import Runner
+from openwafer.serve.stage_plan import plan_stages
 from tests.serve.conftest import CONFIGS, Answer, Client, stored, tiny_module
 
 PROMPT = np.random.default_rng(0).integers(0, 101, 9).tolist()
@@ -73,6 +76,16 @@ def test_what_cannot_be_is_told(folder: Path, options: dict, reason: str) -> Non
         open_engine(folder, EngineConfig(**options))
 
 
+def test_the_least_budget_that_is_told_is_enough_where_the_cache_grows_with_it() -> None:
+    model = stored(tiny_module(dataclasses.replace(CONFIGS["llama"], num_hidden_layers=8)))
+    options = {"max_step_tokens": 2, "max_running": 60}
+    with pytest.raises(UserError, match="dram 140000 is too small") as told:
+        plan_stages(model, EngineConfig(dram=140_000, **options))
+    least = int(str(told.value).split("--dram ")[1].split(",")[0])
+    (plan,) = plan_stages(model, EngineConfig(dram=least, **options))
+    assert plan.num_blocks > 1
+
+
 def test_streamed_answers_are_those_of_memory(tmp_path: Path) -> None:
     """Through the front door, where the least budget that is told is enough."""
     folder = tmp_path / "deep"
@@ -93,3 +106,23 @@ def test_a_draft_must_share_the_vocabulary(folder: Path, tmp_path: Path) -> None
     small.write_text(small.read_text().replace('"vocab_size": 101', '"vocab_size": 90'))
     with pytest.raises(UserError, match="90 token ids, the model 101"):
         open_engine(folder, EngineConfig(speculation="draft", draft_model=str(tmp_path / "gpt")))
+
+
+def test_a_draft_that_cannot_be_opened_leaves_no_model_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_runner = opening.open_runner
+    opened: list[Runner] = []
+    closed: list[Runner] = []
+
+    def open_one(model: StoredModel, config: EngineConfig) -> Runner:
+        if opened:
+            raise UserError("no room for the draft")
+        opened.append(open_runner(model, config))
+        monkeypatch.setattr(opened[0], "close", lambda: closed.append(opened[0]))
+        return opened[0]
+
+    monkeypatch.setattr(opening, "open_runner", open_one)
+    with pytest.raises(UserError, match="no room for the draft"):
+        open_engine(folder, EngineConfig(speculation="draft", draft_model=str(folder), num_threads=1, kv_cache=70_000))
+    assert closed == opened
+    monkeypatch.undo()
+    opened[0].close()

@@ -4,6 +4,7 @@ What fits is tried with the kernel itself, up to where it would start, so that n
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,10 +83,10 @@ def _largest(kernel: Kernel, config: Any, wafer: Wafer, name: str) -> float | No
     """The largest value below the one in `config` that fits, by halving: what is stored grows with it."""
     value = getattr(config, name)
     if isinstance(value, float):
-        allowed = [number / FRACTION for number in range(1, int(value * FRACTION) + 1)]
+        allowed: Sequence[float] = [number / FRACTION for number in range(1, int(value * FRACTION) + 1)]
     else:
         step = next((step for step in range(1, value) if _is_allowed(config, name, value - step)), value)
-        allowed = list(range(value % step or step, value, step))
+        allowed = range(value % step or step, value, step)
     low, high = 0, len(allowed)  # those before `low` fit, those from `high` on do not
     while low < high:
         middle = (low + high) // 2

@@ -135,13 +135,18 @@ class ApiServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.service.state != "failed":
             self.service.state = "stopping"
-            num_left = 0 if self.service.served is None else self.service.served.engine.stats().num_running
-            log.info("stopping", extra={"fields": {"requests_to_finish": num_left}})
+            log.info("stopping", extra={"fields": {"requests_to_finish": self._num_unfinished()}})
         deadline = asyncio.create_task(self._close_engine_after(self.service.config.shutdown_timeout_s))
         await super().shutdown(sockets)
         deadline.cancel()
         await self._close_engine_after(0)
         await self.service.stop()
+
+    def _num_unfinished(self) -> int:
+        if self.service.served is None:
+            return 0
+        stats = self.service.served.engine.stats()
+        return stats.num_running + stats.num_waiting
 
     async def _close_engine_after(self, seconds: float) -> None:
         """Whoever is still waiting then gets an error that says why."""
