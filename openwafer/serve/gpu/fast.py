@@ -327,7 +327,8 @@ class TritonKernels(PlainKernels):
             num_outputs, num_inputs = self._tile(tuning.byte_gemv, step, 1)
             return replace(tuning.byte_gemv, num_outputs=num_outputs, num_inputs=num_inputs)
         tile = tuning.packed_gemv
-        if weight.shape[0] < tile.num_outputs * tuning.num_multiprocessors:
+        is_long = weight.num_groups >= 2 * tile.num_warps
+        if is_long and weight.shape[0] < tile.num_outputs * tuning.num_multiprocessors:
             # Not fewer outputs: each program reads the whole input, which is much beside 4-bit weights.
             tile = replace(tile, num_warps=2 * tile.num_warps, num_stages=max(1, tile.num_stages - 1))
         return replace(tile, num_outputs=max(16, tile.num_outputs // 2)) if step.gated else tile
