@@ -258,9 +258,8 @@ def add_flags(parser: argparse.ArgumentParser, cls: type, names: Iterable[str]) 
     hints = typing.get_type_hints(cls)
     for name in names:
         field = fields[name]
-        parser.add_argument(
-            f"--{name}", metavar=_metavar(hints[name]), help=_flag_help(field), default=argparse.SUPPRESS
-        )
+        metavar = "SIZE" if field.metadata.get("size") else _metavar(hints[name])
+        parser.add_argument(f"--{name}", metavar=metavar, help=_flag_help(field), default=argparse.SUPPRESS)
 
 
 def flag_values(cls: type, namespace: argparse.Namespace) -> dict[str, Any]:

@@ -213,10 +213,11 @@ def test_a_bad_flag_is_named(argv: list[str], message: str) -> None:
 
 def test_flag_help_comes_from_the_field() -> None:
     parser = argparse.ArgumentParser(prog="x")
-    config.add_flags(parser, Sample, ["lr", "mode"])
+    config.add_flags(parser, Sample, ["lr", "mode", "memory"])
     text = parser.format_help()
     assert "learning rate, 10% of the old one (default 0.0003)" in text
     assert "--mode on|off" in text
+    assert "--memory SIZE" in text
 
 
 SCALARS = (

@@ -72,16 +72,16 @@ def _list(store: KeyStore, args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, header_style="bold")
-    for column in ("id", "name", "created", "requests/day", "tokens/minute", "requests", "tokens", "state"):
-        table.add_column(
-            column, justify="right" if column in ("requests", "tokens") else "left", no_wrap=column == "id"
-        )
+    # Narrow enough for a terminal of 80 columns; of what is too long only names are broken.
+    table = Table(box=None, header_style="bold", collapse_padding=True, pad_edge=False, padding=(0, 2))
+    limits, totals = ("requests\nper day", "tokens\nper min"), ("requests\nso far", "tokens\nso far")
+    for column in ("id", "name", "created", *limits, *totals, "state"):
+        table.add_column(column, justify="right" if "\n" in column else "left", no_wrap=column != "name")
     for key in keys:
         state = "revoked" if key["revoked"] else "admin" if key["is_admin"] else "in force"
         created = time.strftime("%Y-%m-%d", time.gmtime(key["created"]))
-        limits = [str(key[name] or "no limit") for name in ("requests_per_day", "tokens_per_minute")]
-        table.add_row(key["id"], key["name"], created, *limits, str(key["requests"]), str(key["tokens"]), state)
+        limited = [str(key[name] or "any") for name in ("requests_per_day", "tokens_per_minute")]
+        table.add_row(key["id"], key["name"], created, *limited, str(key["requests"]), str(key["tokens"]), state)
     Console().print(table)
 
 

@@ -108,5 +108,5 @@ def _read_template(path: Path | None) -> str | None:
 
 def _announce(url: str, names: tuple[str, ...], needs_key: bool) -> None:
     who = "clients need an API key" if needs_key else "no API keys, so only this machine can reach it"
-    print(f"serving {', '.join(names)} at {url} ({who})", file=sys.stderr)
+    print(f"loading {', '.join(names)}, to be served at {url} ({who})", file=sys.stderr)
     print(f"API {url}/v1   chat {url}/   playground {url}/playground   console {url}/console", file=sys.stderr)

@@ -35,7 +35,7 @@ def share(
     dram: int, inventory: Inventory, regions: Sequence[Region], caches: Sequence[int], max_rows: int
 ) -> list[int]:
     """A budget's part for the weights of each region; what is more than the least goes by their sizes."""
-    least = [_least(inventory, region, max_rows) for region in regions]
+    least = least_bytes(inventory, regions, max_rows)
     needed = sum(least) + sum(caches)
     if dram < needed:
         raise UserError(
@@ -45,6 +45,11 @@ def share(
         )
     totals = [inventory.total(region) for region in regions]
     return [low + (dram - needed) * total // sum(totals) for low, total in zip(least, totals, strict=True)]
+
+
+def least_bytes(inventory: Inventory, regions: Sequence[Region], max_rows: int) -> list[int]:
+    """For the weights of each region, if all that can be is streamed."""
+    return [_least(inventory, region, max_rows) for region in regions]
 
 
 def place(weight_bytes: int, inventory: Inventory, region: Region, max_rows: int) -> Placement | None:

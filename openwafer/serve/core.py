@@ -102,6 +102,8 @@ class EngineStats:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_cached_tokens: int = 0
+    num_guessed_tokens: int = 0  # ahead, by speculation
+    num_right_tokens: int = 0  # of these
     last_progress_s: float = 0.0  # time.monotonic() of the last finished engine step, or of becoming idle
     stage_busy_s: tuple[float, ...] = ()  # seconds that each stage of a pipeline has computed
     failure: str | None = None  # why the engine has stopped by itself

@@ -38,19 +38,20 @@ def open_engine(
     path_or_name: str | Path, config: EngineConfig | None = None
 ) -> tuple[Engine, Tokenizer | None, ModelConfig]:
     """Load a model (a pulled name, a file or a folder) and start an engine on it."""
-    from openwafer.serve.opening import open_runner, open_speculator
+    from openwafer.serve.opening import open_with_speculator
 
     config = config or EngineConfig()
     stored = open_model(path_or_name)
-    runner = open_runner(stored, config)
+    runner, speculator = open_with_speculator(stored, config)
     num_tokens = runner.num_blocks * runner.block_size
     limit = min(stored.config.max_position_embeddings, num_tokens)
     if config.max_context is not None and config.max_context > limit:
+        runner.close()
+        speculator.close()
         raise UserError(
             f"max_context {config.max_context} is more than the model ({stored.config.max_position_embeddings}) "
             f"or the key/value cache ({num_tokens} tokens) can hold: lower it, or give a larger kv_cache"
         )
-    speculator = open_speculator(stored.config, config)
     engine = LocalEngine(runner, stored.config, config, max_context=config.max_context or limit, speculator=speculator)
     return engine, stored.tokenizer(), stored.config
 
@@ -99,6 +100,7 @@ class LocalEngine:
         self._flights: deque[Flight] = deque()  # the oldest first
         self._by_id: dict[str, Sequence] = {}
         self._num_prompt_tokens = self._num_generated_tokens = self._num_cached_tokens = 0
+        self._num_guessed_tokens = self._num_right_tokens = 0
         self._last_progress_s = time.monotonic()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
@@ -137,6 +139,8 @@ class LocalEngine:
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_generated_tokens=self._num_generated_tokens,
                 num_cached_tokens=self._num_cached_tokens,
+                num_guessed_tokens=self._num_guessed_tokens,
+                num_right_tokens=self._num_right_tokens,
                 last_progress_s=self._last_progress_s,
                 stage_busy_s=() if self._stages is None else self._stages.busy_s(),
                 failure=self._error,
@@ -291,6 +295,8 @@ class LocalEngine:
             return
         sequence = work.sequence
         self._num_generated_tokens += len(growth.tokens)
+        self._num_guessed_tokens += growth.num_guessed
+        self._num_right_tokens += growth.num_right
         self._scheduler.pool.publish(sequence)
         if growth.finish is not None:
             self._forget(sequence)

@@ -67,6 +67,11 @@ class EngineConfig:
         conform(self)
         if self.device == "cpu" and self.device_memory is not None:
             raise UserError(f"device_memory {self.device_memory} is for --device cuda: on the CPU give --dram")
+        if self.draft_model is not None and self.speculation != "draft":
+            raise UserError(
+                f"draft_model {self.draft_model} is not used with speculation {self.speculation}: "
+                "give --speculation draft"
+            )
 
     @property
     def num_running(self) -> int:

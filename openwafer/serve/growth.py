@@ -26,6 +26,8 @@ class Growth:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
     error: str | None = None
+    num_guessed: int = 0  # tokens that were guessed ahead, and how many of them were drawn
+    num_right: int = 0
 
 
 def grow(work: Work, rows: Rows, max_context: int) -> Growth | None:
@@ -55,10 +57,11 @@ def grow(work: Work, rows: Rows, max_context: int) -> Growth | None:
             growth.logprobs += logprobs_of(rows.logits[first + index][None], [token], sampling.num_logprobs)
         if growth.finish is not None or index >= len(drafts) or token != drafts[index]:
             break
-    if drafts and sequence.request.prediction:
-        num_right = sum(mine == guess for mine, guess in zip(growth.tokens, drafts, strict=False))
-        sequence.num_accepted += num_right
-        sequence.num_rejected += len(drafts) - num_right
+    growth.num_guessed = len(drafts)
+    growth.num_right = sum(mine == guess for mine, guess in zip(growth.tokens, drafts, strict=False))
+    if sequence.request.prediction:
+        sequence.num_accepted += growth.num_right
+        sequence.num_rejected += growth.num_guessed - growth.num_right
     sequence.num_computed = known + max(0, len(growth.tokens) - 1)
     return growth
 

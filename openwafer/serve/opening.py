@@ -1,7 +1,6 @@
 """From a model at rest to something that runs it: which runner, how much cache, which speculation."""
 
 import contextlib
-import dataclasses
 import logging
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from openwafer.errors import UserError
 from openwafer.kernels.compiled import NoCompiler
 from openwafer.models.config import ModelConfig
 from openwafer.models.load import StoredModel, open_model
+from openwafer.serve.draft_budget import divide_with_draft
 from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.loading import load_program
 from openwafer.serve.lowering import PAGE
@@ -22,13 +22,26 @@ from openwafer.serve.stream import WeightStream
 _log = logging.getLogger(__name__)
 
 
+def open_with_speculator(stored: StoredModel, config: EngineConfig) -> tuple[Runner, Speculator]:
+    """The model loaded, and who guesses ahead for it; what cannot be is refused before anything is loaded."""
+    if config.speculation != "draft":
+        return open_runner(stored, config), Lookup(in_text=config.speculation == "lookup")
+    draft = _open_draft(stored.config, config)
+    if config.device == "cuda":
+        from openwafer.serve.gpu.opening import open_with_draft
+
+        _check_heads(stored.config)
+        runner, guesser = open_with_draft(stored, draft, config)
+    else:
+        config, config_of_draft = divide_with_draft(stored, draft, config)
+        runner, guesser = open_runner(stored, config), open_runner(draft, config_of_draft)
+    context = min(draft.config.max_position_embeddings, guesser.num_blocks * guesser.block_size)
+    return runner, DraftModel(guesser, max_rows=config.num_step_tokens, max_context=context)
+
+
 def open_runner(stored: StoredModel, config: EngineConfig) -> Runner:
     """The model loaded, with a cache of the size that `config` gives it."""
-    shape = stored.config
-    if shape.num_heads // shape.kv_heads > 64:
-        raise UserError(
-            f"{shape.num_heads // shape.kv_heads} query heads share a key/value head: at most 64 can be served"
-        )
+    _check_heads(stored.config)
     if config.device == "cuda":
         from openwafer.serve.gpu.opening import open_on_gpus
 
@@ -72,9 +85,7 @@ def open_stage(
         raise
 
 
-def open_speculator(model: ModelConfig, config: EngineConfig) -> Speculator:
-    if config.speculation != "draft":
-        return Lookup(in_text=config.speculation == "lookup")
+def _open_draft(model: ModelConfig, config: EngineConfig) -> StoredModel:
     if config.draft_model is None:
         raise UserError("speculation draft needs a draft_model: a small model with the same vocabulary")
     stored = open_model(config.draft_model)
@@ -83,7 +94,12 @@ def open_speculator(model: ModelConfig, config: EngineConfig) -> Speculator:
             f"draft_model {config.draft_model} has {stored.config.vocab_size} token ids, the model {model.vocab_size}: "
             "they must share a vocabulary"
         )
-    # It is small: all of it stays with the engine.
-    runner = open_runner(stored, dataclasses.replace(config, num_csx=1, dram=None, flash=None, device_memory=None))
-    context = min(stored.config.max_position_embeddings, runner.num_blocks * runner.block_size)
-    return DraftModel(runner, max_rows=config.num_step_tokens, max_context=context)
+    _check_heads(stored.config)
+    return stored
+
+
+def _check_heads(shape: ModelConfig) -> None:
+    if shape.num_heads // shape.kv_heads > 64:
+        raise UserError(
+            f"{shape.num_heads // shape.kv_heads} query heads share a key/value head: at most 64 can be served"
+        )

@@ -10,7 +10,7 @@ from openwafer.models.config import ModelConfig
 from openwafer.models.load import StoredModel
 from openwafer.serve.budget import available_bytes, cache_bytes, place, share
 from openwafer.serve.engine_config import EngineConfig
-from openwafer.serve.inventory import take_inventory
+from openwafer.serve.inventory import Inventory, take_inventory
 from openwafer.serve.lowering import PAGE
 from openwafer.serve.region import Region, split
 from openwafer.serve.stream import Placement
@@ -29,12 +29,15 @@ class StagePlan:
     placement: Placement | None
 
 
-def settled(stored: StoredModel, config: EngineConfig) -> EngineConfig:
-    """`config` with a budget where the model needs one: None while everything fits, else most of the free memory."""
+def settled(stored: StoredModel, config: EngineConfig, beside: int = 0) -> EngineConfig:
+    """`config` with a budget where the model needs one: None while everything fits, else most of the free memory.
+
+    `beside`: bytes of a draft model, which count.
+    """
     if config.dram is not None or (free := available_bytes()) is None:
         return config
     total = take_inventory(stored, config).total(Region.whole(stored.config))
-    needed = total + cache_bytes(config.kv_cache, None)
+    needed = total + cache_bytes(config.kv_cache, None) + beside
     if needed <= free:
         return config
     dram = free * 4 // 5
@@ -48,12 +51,17 @@ def settled(stored: StoredModel, config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, dram=dram)
 
 
+def divided(inventory: Inventory, num_csx: int) -> list[Region]:
+    """By what their products cost."""
+    costs = [float(size.products) for size in inventory.layers]
+    return split(costs, float(inventory.head.products), num_csx)
+
+
 def plan_stages(stored: StoredModel, config: EngineConfig) -> list[StagePlan]:
     """One plan for each of `num_csx` stages, by what their products cost; nothing is read yet."""
     inventory = take_inventory(stored, config)
-    costs = [float(size.products) for size in inventory.layers]
-    regions = split(costs, float(inventory.head.products), config.num_csx)
-    number_bytes = 2 if inventory.is_packed else 4
+    regions = divided(inventory, config.num_csx)
+    number_bytes = cache_number_bytes(inventory)
     memory = cache_bytes(config.kv_cache, config.dram)
     num_blocks = num_cache_blocks(stored.config, config, memory, number_bytes)
     caches = [num_blocks * PAGE * token_bytes(stored.config, len(r.layers), number_bytes) for r in regions]
@@ -76,6 +84,10 @@ def plan_stages(stored: StoredModel, config: EngineConfig) -> list[StagePlan]:
             regions, threads_of_stages(config.num_threads, len(regions)), placements, strict=True
         )
     ]
+
+
+def cache_number_bytes(inventory: Inventory) -> int:
+    return 2 if inventory.is_packed else 4
 
 
 def num_cache_blocks(shape: ModelConfig, config: EngineConfig, memory: int, number_bytes: int) -> int:

@@ -71,7 +71,7 @@ def served(model: Path, folder: Path, *flags: str, program: Sequence[str] = ("-m
     try:
         assert process.stderr is not None
         first = process.stderr.readline()
-        match = re.search(r"serving tiny at (http://127\.0\.0\.1:\d+) \(no API keys, so only this machine", first)
+        match = re.search(r"loading tiny, to be served at (http://127\.0\.0\.1:\d+) \(no API keys, so only", first)
         assert match, first
         said = ""
         for line in process.stderr:
@@ -112,7 +112,9 @@ def test_serves_and_stops_after_the_answer(serving: Process):
     last = json.loads(rest[-2].removeprefix("data: "))
     assert last["choices"][0]["finish_reason"] == "length"
     assert last["usage"]["completion_tokens"] == 300
-    assert serving.process.wait(timeout=120) == 0
+    _, said = serving.process.communicate(timeout=120)
+    assert serving.process.returncode == 0
+    assert '"message": "stopping", "requests_to_finish": 1' in said
     store = KeyStore(serving.keys)
     (row,) = store.usage()
     store.close()
@@ -150,10 +152,10 @@ def test_stages_on_gpus_with_streamed_layers_answer_as_one_gpu_does(tmp_path: Pa
     """All of it, but for the GPUs, which are host memory on which copies come late."""
     model = _saved(tmp_path / "tiny", num_layers=8)
     flags = ["--device", "cuda", "--dtype", "fp32", "--max-step-tokens", "32", "--max-running", "4"]
-    flags += ["--num-csx", "2", "--kv-cache", "600kB", "--max-context", "256", "--device-memory", "1650kB"]
+    flags += ["--num-csx", "2", "--kv-cache", "600kB", "--max-context", "256", "--device-memory", "2850kB"]
     seeded = {**PROMPT, "temperature": 1, "seed": 11, "max_tokens": 6, "logprobs": True}
     with served(model, tmp_path, *flags, program=LATE) as two, httpx.Client(base_url=two.url, timeout=60) as http:
-        assert two.said.count("are copied from host memory in every step") == 2
+        assert "are copied from host memory in every step" in two.said  # those of the stage that also draws
         stages = _children(two.process.pid)
         choice = http.post("/v1/chat/completions", json=seeded).json()["choices"][0]
         found = [entry["logprob"] for entry in choice["logprobs"]["content"]]

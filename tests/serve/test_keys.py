@@ -3,6 +3,7 @@
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,11 @@ def test_command_line_while_a_server_has_the_file_open(tmp_path: Path, capsys: p
     assert key is not None
     assert (key.name, key.tokens_per_minute) == ("ci", 9)
     assert main(["keys", "list", "--keys", str(path)]) == 0
-    assert key.id in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert key.id in told
+    # Whole, also in a terminal of 80 columns.
+    assert time.strftime("%Y-%m-%d", time.gmtime(key.created)) in told
+    assert max(map(len, told.splitlines())) <= 80
     assert main(["keys", "revoke", "ci", "--keys", str(path)]) == 0
     assert store.find(done.stdout.splitlines()[0]) is None
     assert main(["keys", "revoke", "ci", "--keys", str(path)]) == 2

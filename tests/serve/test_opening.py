@@ -57,6 +57,7 @@ def test_without_a_compiler_the_definition_runs(
         ({"kv_cache": 100}, "kv_cache 100 is too small"),
         ({"max_context": 1000}, "max_context 1000 is more than the model"),
         ({"speculation": "draft"}, "needs a draft_model"),
+        ({"draft_model": "small"}, "draft_model small is not used with speculation none: give --speculation draft"),
         ({"num_csx": 3}, "num_csx 3 is more than the 2 layers"),
         ({"device_memory": "1GiB"}, "device_memory 1073741824 is for --device cuda"),
         ({"dram": 1000, "kv_cache": 70_000}, r"dram 1000 is too small: \d+ bytes are needed"),

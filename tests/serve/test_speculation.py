@@ -82,6 +82,9 @@ def test_answers_are_the_same_with_guesses(open_tiny: OpenTiny, kind: str, sampl
     assert bits(client.ask(PROMPT, **sampling)) == bits(plain)
     if kind == "draft":
         assert runner.num_steps <= 8  # the model guesses itself: five tokens a step
+        stats = client.engine.stats()
+        assert 20 <= stats.num_right_tokens < stats.num_generated_tokens
+        assert stats.num_right_tokens <= stats.num_guessed_tokens <= stats.num_right_tokens + 4
 
 
 def test_guesses_hold_in_a_crowd(open_tiny: OpenTiny) -> None:

@@ -279,8 +279,18 @@ async def _our_fault(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(answer.as_json(), status_code=500)
 
 
+def _nothing_at(path: str) -> str:
+    """With the fix for what clients get wrong most: some add /v1 to their base URL themselves, some do not."""
+    text = f"there is nothing at {path[:100]}"
+    if path.startswith("/v1/v1/"):
+        return f"{text}: the client adds /v1 itself, so leave it out of its base URL"
+    if path in ("/chat/completions", "/completions", "/models"):
+        return f"{text}, but there is at /v1{path}: end the client's base URL with /v1"
+    return text
+
+
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, StarletteHTTPException)
-    texts = {404: f"there is nothing at {request.url.path[:100]}", 405: f"{request.method} is not allowed here"}
+    texts = {404: _nothing_at(request.url.path), 405: f"{request.method} is not allowed here"}
     answer = ApiError(error.status_code, texts.get(error.status_code, str(error.detail)))
     return JSONResponse(answer.as_json(), status_code=error.status_code, headers=error.headers)

@@ -34,6 +34,8 @@ class _EngineCollector(Collector):
             "prompt_tokens": ("prompt tokens processed", stats.num_prompt_tokens),
             "generation_tokens": ("tokens generated", stats.num_generated_tokens),
             "prompt_tokens_cached": ("prompt tokens found in the prefix cache", stats.num_cached_tokens),
+            "spec_decode_num_draft_tokens": ("tokens guessed ahead", stats.num_guessed_tokens),
+            "spec_decode_num_accepted_tokens": ("guesses that were right", stats.num_right_tokens),
         }
         for name, (help_text, value) in counters.items():
             counter = CounterMetricFamily(f"openwafer:{name}", help_text, labels=["model_name"])

@@ -135,6 +135,8 @@ class ApiServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.service.state != "failed":
             self.service.state = "stopping"
+            num_left = 0 if self.service.served is None else self.service.served.engine.stats().num_running
+            log.info("stopping", extra={"fields": {"requests_to_finish": num_left}})
         deadline = asyncio.create_task(self._close_engine_after(self.service.config.shutdown_timeout_s))
         await super().shutdown(sockets)
         deadline.cancel()

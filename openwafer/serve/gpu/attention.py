@@ -12,6 +12,19 @@ import triton.language as tl
 from openwafer.serve.gpu.overlap import wait_for_inputs
 
 
+# How a row's keys and values are found is written out in both kernels: as a function of its own it is compiled to other
+# code (`bench/decode_gpu.py --parts compile`: 198 instead of 196 registers for prompts). `attended` is not.
+@triton.jit
+def attended(scores, v, total, sums, top):
+    """Some more scores [m, n] and values [n, d] taken into the sum of weights, that of values and the largest score."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    factor = tl.exp(top - new_top)
+    weights = tl.exp(scores - new_top[:, None])
+    total = total * factor + tl.sum(weights, 1)
+    sums = sums * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return total, sums, new_top
+
+
 @triton.jit
 def decode_kernel(
     qkv_ptr,
@@ -73,12 +86,7 @@ def decode_kernel(
         v = tl.load(values_ptr + places[:, None] + d[None, :], mask=is_in[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(is_in[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        factor = tl.exp(top - new_top)
-        weights = tl.exp(scores - new_top[:, None])
-        total = total * factor + tl.sum(weights, 1)
-        sums = sums * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        top = new_top
+        total, sums, top = attended(scores, v, total, sums, top)
 
     if PARTS == 1:
         places = row * (NUM_KV_HEADS * GROUP * HEAD_SIZE) + heads[:, None] * HEAD_SIZE + d[None, :]
@@ -173,11 +181,6 @@ def prompt_kernel(
         if WINDOW > 0:
             is_seen = is_seen & (at[None, :] > positions[:, None] - WINDOW)
         scores = tl.where(is_seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        factor = tl.exp(top - new_top)
-        weights = tl.exp(scores - new_top[:, None])
-        total = total * factor + tl.sum(weights, 1)
-        sums = sums * factor[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        top = new_top
+        total, sums, top = attended(scores, v, total, sums, top)
     out_at = out_ptr + (first_row + m)[:, None] * (NUM_HEADS * HEAD_SIZE) + head * HEAD_SIZE + d[None, :]
     tl.store(out_at, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_row)

@@ -15,6 +15,7 @@ from openwafer.models.config import ModelConfig
 from openwafer.models.load import StoredModel
 from openwafer.serve.budget import spread
 from openwafer.serve.engine_config import EngineConfig
+from openwafer.serve.gpu.drawing import scratch_bytes
 from openwafer.serve.gpu.gpus import Gpus
 from openwafer.serve.gpu.layer_shelf import NUM_FLASH_BUFFERS, flash_buffer_bytes
 from openwafer.serve.gpu.layer_stream import ALIGNMENT, NUM_BUFFERS
@@ -22,8 +23,8 @@ from openwafer.serve.gpu.tuning import Tuning
 from openwafer.serve.inventory import Inventory, Size, take_inventory
 from openwafer.serve.lowering import PAGE
 from openwafer.serve.program import ProgramBuilder
-from openwafer.serve.region import Region, split
-from openwafer.serve.stage_plan import num_cache_blocks, threads_of_stages, token_bytes
+from openwafer.serve.region import Region
+from openwafer.serve.stage_plan import divided, num_cache_blocks, threads_of_stages, token_bytes
 
 _FREE_SHARE = 0.92  # of the free memory, when no limit is given
 _RESERVE_SHARE = 20  # a twentieth of the limit: libraries' workspaces, small tensors, holes between large ones
@@ -87,13 +88,31 @@ class Needs:
 class Share:
     """What a process may use of its GPU: `limit` bytes for tensors. `used` are others' bytes, and those of CUDA."""
 
-    limit: int
+    limit: int  # less `beside_fixed`
     num_sharing: int
     used: int
+    # Of a draft model on this GPU; its blocks are divided over the processes that share it.
+    beside_fixed: int = 0
+    beside_block: int = 0
+    has_draft: bool = False  # in this very process
 
     def whole(self, limit: int) -> int:
         """The `device_memory` with which this would be the limit."""
-        return self.num_sharing * limit + self.used
+        return self.num_sharing * limit + self.used + self.beside_fixed
+
+    def limit_of_process(self, num_blocks: int) -> int:
+        """Bytes of all of its tensors."""
+        if self.has_draft:
+            return self.limit + self.beside_fixed
+        return self.limit - (num_blocks + 1) * self.beside_block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Bytes of a draft model, which is on the first GPU whatever the model needs (`draft_plan.py`)."""
+
+    fixed: int  # its weights and activations, and its reserve
+    block: int  # of its keys and values: it has as many blocks as the model
 
 
 class TooSmall(Exception):
@@ -106,7 +125,11 @@ class TooSmall(Exception):
 
 
 def plan_devices(
-    stored: StoredModel, config: EngineConfig, gpus: Gpus, free_dram: int | None = None
+    stored: StoredModel,
+    config: EngineConfig,
+    gpus: Gpus,
+    free_dram: int | None = None,
+    beside: Beside | None = None,
 ) -> list[DevicePlan]:
     """One plan for each of `num_csx` processes, by what their products cost; several may have to share a GPU.
 
@@ -114,10 +137,15 @@ def plan_devices(
     """
     shape, dtype = stored.config, device_dtype(config)
     inventory = take_inventory(stored, config)
-    costs = [float(size.products) for size in inventory.layers]
-    regions = split(costs, float(inventory.head.products), config.num_csx)
-    shares = _shares(config.device_memory, gpus, len(regions))
-    needs = [needs_of(shape, inventory, region, config, dtype) for region in regions]
+    regions = divided(inventory, config.num_csx)
+    shares = _shares(config.device_memory, gpus, len(regions), beside)
+    # Who shares a GPU with a draft model leaves room for its keys and values.
+    needs = [
+        replace(need, block=need.block + share.beside_block)
+        for need, share in zip(
+            [needs_of(shape, inventory, region, config, dtype) for region in regions], shares, strict=True
+        )
+    ]
     most = config.num_running * -(-shape.max_position_embeddings // PAGE)
     given = None
     if config.kv_cache is not None:
@@ -134,7 +162,7 @@ def plan_devices(
             DevicePlan(
                 region=region,
                 gpu=stage % num_gpus,
-                limit=shares[stage].limit,
+                limit=shares[stage].limit_of_process(num_blocks),
                 num_blocks=num_blocks,
                 streamed_layers=tuple(streamed),
                 flash_layers=(),
@@ -175,8 +203,16 @@ def device_dtype(config: EngineConfig) -> torch.dtype:
 
 
 def needs_of(
-    shape: ModelConfig, inventory: Inventory, region: Region, config: EngineConfig, dtype: torch.dtype
+    shape: ModelConfig,
+    inventory: Inventory,
+    region: Region,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    *,
+    guesses: bool = False,
 ) -> Needs:
+    """`guesses`: for a draft model, of which the host sees one row of logits for each request."""
+
     def held(size: Size) -> int:
         """Matrices are of `dtype` or packed, whichever is less; vectors are fp32."""
         return min(size.matrices, size.products * dtype.itemsize) + size.vectors
@@ -188,14 +224,17 @@ def needs_of(
     widths = dict(ProgramBuilder(shape).widths)
     vocab = widths.pop("logits") if region.has_head else 0
     num_rows = config.num_step_tokens + min(_GRAPH_ROWS, 2 * config.num_running)
-    # Each buffer and what it is made of, as if all were fp32. Logits are there twice where the host wants to see them;
-    # to draw with limits, those of each sequence are sorted and summed in fp64.
+    # Each buffer and what it is made of, as if all were fp32. Logits are there twice where the host wants to see them,
+    # or where tokens are drawn from them.
     activations = 8 * num_rows * sum(widths.values())
     parts = [*(inventory.layers[layer] for layer in region.layers), *((inventory.head,) if region.has_head else ())]
     if any(size.matrices < size.products * dtype.itemsize for size in parts):
         # Packed matrices are unpacked for products of many rows; none is larger than its part.
         activations += min(Tuning().scratch_bytes, dtype.itemsize * max(size.products for size in parts))
-    activations += vocab * (8 * num_rows + 40 * min(num_rows, config.num_running))
+    if guesses:
+        activations += 8 * vocab * (num_rows - config.num_step_tokens + config.num_running)
+    else:
+        activations += 8 * vocab * num_rows + scratch_bytes(config.num_step_tokens, vocab)
     return Needs(
         ends=ends,
         layers=tuple(held(inventory.layers[layer]) + _MOST_TENSORS * ALIGNMENT for layer in region.layers),
@@ -219,6 +258,11 @@ def _all_fitted(
     return found
 
 
+def with_reserve(num_bytes: int) -> int:
+    """What has room for so many bytes beside its reserve."""
+    return -(-num_bytes * _RESERVE_SHARE // (_RESERVE_SHARE - 1))
+
+
 def fitted(limit: int, needs: Needs, num_blocks: int | None, most_blocks: int) -> tuple[int, int]:
     """(blocks of the cache, layers that are streamed) within `limit` bytes; None: as many blocks as have room."""
     fixed = needs.ends + needs.activations + limit // _RESERVE_SHARE
@@ -227,7 +271,7 @@ def fitted(limit: int, needs: Needs, num_blocks: int | None, most_blocks: int) -
     if room < needs.least:
         cache = needs.cache(least_blocks)
         counted = needs.ends + needs.activations + needs.least + cache
-        raise TooSmall(-(-counted * _RESERVE_SHARE // (_RESERVE_SHARE - 1)), cache)
+        raise TooSmall(with_reserve(counted), cache)
     blocks = least_blocks
     if num_blocks is None:
         wanted = min(most_blocks, max(least_blocks, limit // _CACHE_SHARE // needs.block))
@@ -241,21 +285,26 @@ def fitted(limit: int, needs: Needs, num_blocks: int | None, most_blocks: int) -
 
 
 def _too_small(least: int, share: Share, needs: Needs, error: TooSmall) -> UserError:
+    given, whose, fewer = f"{max(0, share.limit)} bytes", "keys and values", ""
+    if share.beside_fixed:
+        given += f" (besides {share.beside_fixed} of the draft model)"
+        whose, fewer = "keys and values with those of the draft model", " or another --draft_model"
     return UserError(
-        f"{share.limit} bytes of device memory for the tensors of a process are too few: {error.least_bytes} are "
+        f"{given} of device memory for the tensors of a process are too few: {error.least_bytes} are "
         f"needed for the embedding and the output ({needs.ends}), two layers, one computed with while the next is "
-        f"copied ({needs.least}), keys and values ({error.cache_bytes}), the activations of a step "
-        f"({needs.activations}) and a reserve of a twentieth; give at least --device_memory {least}, or a smaller "
-        "--kv_cache, --max_step_tokens or --max_running"
+        f"copied ({needs.least}), {whose} ({error.cache_bytes}), the activations of a step "
+        f"({needs.activations}) and a reserve of a twentieth; give at least --device_memory {least}{fewer}, or a "
+        "smaller --kv_cache, --max_step_tokens or --max_running"
     )
 
 
-def _shares(device_memory: int | None, gpus: Gpus, num_stages: int) -> list[Share]:
-    """Each process's part of `device_memory`, or of what is free, less what CUDA takes."""
+def _shares(device_memory: int | None, gpus: Gpus, num_stages: int, beside: Beside | None) -> list[Share]:
+    """Each process's part of `device_memory`, or of what is free, less what CUDA and a draft model take."""
     num_gpus = gpus.count()
     shares: list[Share] = []
     for stage in range(num_stages):
         num_sharing = len(range(stage % num_gpus, num_stages, num_gpus))
+        draft = beside if stage % num_gpus == 0 else None
         free, total = gpus.memory(stage % num_gpus)
         used = total - free
         if device_memory is not None and device_memory > total:
@@ -264,12 +313,23 @@ def _shares(device_memory: int | None, gpus: Gpus, num_stages: int) -> list[Shar
                 f"give at most {shown(total)}"
             )
         if num_stages > 1:
-            used += num_sharing * gpus.context_bytes  # of processes that are not there yet
+            # Of processes that are not there yet, and of the engine's own if it has a model to run.
+            used += (num_sharing + (draft is not None)) * gpus.context_bytes
         limit = int(_FREE_SHARE * (total - used)) if device_memory is None else device_memory - used
         if limit <= 0:
             raise UserError(
                 f"device_memory {shown(device_memory or free)}: CUDA and others take {shown(used)} of it; give "
                 "more, or end what else uses the GPU"
             )
-        shares.append(Share(limit=limit // num_sharing, num_sharing=num_sharing, used=used))
+        fixed, block = (0, 0) if draft is None else (draft.fixed, draft.block)
+        shares.append(
+            Share(
+                limit=(limit - fixed) // num_sharing,
+                num_sharing=num_sharing,
+                used=used,
+                beside_fixed=fixed,
+                beside_block=-(-block // num_sharing),
+                has_draft=draft is not None and num_stages == 1,
+            )
+        )
     return shares

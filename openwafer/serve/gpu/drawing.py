@@ -13,6 +13,18 @@ from openwafer.serve.gpu.sending import sent
 from openwafer.serve.runner import Draw
 
 NUM_LIKELY = 1024  # tokens that limits are tried on before all are sorted
+# Rows that are drawn, and those of them that are sorted whole, at one time: so many make a GPU busy, and
+# `scratch_bytes` stays small however many rows a step has (guesses make several of each request).
+NUM_TOGETHER = 128
+NUM_SORTED_TOGETHER = 32
+
+
+def scratch_bytes(num_rows: int, vocab: int) -> int:
+    """The most that `draw_rows` holds at one time besides its logits.
+
+    Tensors of drawn rows take 12 bytes for each logit; sorted rows take 50, or a GPU's sort 32 beside what it sorts.
+    """
+    return vocab * (16 * min(num_rows, NUM_TOGETHER) + 56 * min(num_rows, NUM_SORTED_TOGETHER))
 
 
 def draw_rows(logits: torch.Tensor, draws: Sequence[Draw], num_likely: int = NUM_LIKELY) -> torch.Tensor:
@@ -22,7 +34,12 @@ def draw_rows(logits: torch.Tensor, draws: Sequence[Draw], num_likely: int = NUM
     for row, draw in enumerate(draws):
         if draw.temperature > 0:
             kinds.setdefault(_kind(draw, logits.shape[1], num_likely), []).append(row)
-    for kind, rows in kinds.items():
+    together = [
+        (kind, rows[first : first + NUM_TOGETHER])
+        for kind, rows in kinds.items()
+        for first in range(0, len(rows), NUM_TOGETHER)
+    ]
+    for kind, rows in together:
         limits = Limits.of([draws[row] for row in rows], logits)
         index = sent(np.array(rows), logits.device)
         weights = _weights(logits[index], limits)
@@ -32,6 +49,7 @@ def draw_rows(logits: torch.Tensor, draws: Sequence[Draw], num_likely: int = NUM
             tokens[index] = _few(weights, limits, num_likely)[0]
         else:
             tokens[index] = _likely_or_all(weights, limits, num_likely)
+        del weights  # before the next ones are made
     return tokens
 
 
@@ -55,6 +73,9 @@ class Limits:
         columns = sent(np.ascontiguousarray(table.T), logits.device).unsqueeze(2).unbind(0)
         return cls(**dict(zip(names, columns, strict=True)))
 
+    def part(self, rows: slice) -> "Limits":
+        return Limits(**{name: column[rows] for name, column in vars(self).items()})
+
 
 def _top_k(draw: Draw, vocab: int) -> int | None:
     return draw.top_k if draw.top_k is not None and 0 < draw.top_k < vocab else None
@@ -74,6 +95,11 @@ def _likely_or_all(weights: torch.Tensor, limits: Limits, num_likely: int) -> to
         # Asking the device waits for it. Sorting everything would take it longer than a step of a small model.
         if bool(is_enough):
             return tokens
+    parts = [slice(first, first + NUM_SORTED_TOGETHER) for first in range(0, len(weights), NUM_SORTED_TOGETHER)]
+    return torch.cat([_of_all(weights[part], limits.part(part)) for part in parts])
+
+
+def _of_all(weights: torch.Tensor, limits: Limits) -> torch.Tensor:
     ordered, ids = weights.sort(dim=1, descending=True, stable=True)
     total = ordered.sum(dim=1, keepdim=True, dtype=torch.float64)
     chosen, _, _ = _limited(ordered, total, limits)

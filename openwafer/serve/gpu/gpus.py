@@ -21,6 +21,7 @@ class Gpus:
 
     def memory(self, index: int) -> tuple[int, int]:
         """(free, all) bytes, whoever uses the rest."""
+        torch.cuda.empty_cache()  # a model that was served before does not count
         return torch.cuda.mem_get_info(index)
 
     def open(self, index: int) -> Device:

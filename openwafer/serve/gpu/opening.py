@@ -10,6 +10,7 @@ from openwafer.models.load import StoredModel
 from openwafer.serve.budget import available_bytes
 from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.gpu.device_plan import DevicePlan, device_dtype, plan_devices
+from openwafer.serve.gpu.draft_plan import plan_with_draft
 from openwafer.serve.gpu.gpus import Gpus
 from openwafer.serve.gpu.layer_shelf import FlashShelf
 from openwafer.serve.gpu.plan_builder import PlanBuilder
@@ -23,7 +24,25 @@ _log = logging.getLogger(__name__)
 def open_on_gpus(stored: StoredModel, config: EngineConfig, gpus: Gpus | None = None) -> Runner:
     """The model loaded, with a cache of the size that `config` gives it or that there is room for."""
     gpus = gpus or Gpus()
-    plans = plan_devices(stored, config, gpus, available_bytes())
+    return _opened(stored, config, plan_devices(stored, config, gpus, available_bytes()), gpus)
+
+
+def open_with_draft(
+    stored: StoredModel, draft: StoredModel, config: EngineConfig, gpus: Gpus | None = None
+) -> tuple[Runner, Runner]:
+    """The same with a draft model beside it; planned together, so that neither takes what the other counts on."""
+    gpus = gpus or Gpus()
+    plans, plan_of_draft = plan_with_draft(stored, draft, config, gpus, available_bytes())
+    runner = _opened(stored, config, plans, gpus)
+    _log.info("the draft model: %s", plan_of_draft)
+    try:
+        return runner, open_on_gpu(draft, config, plan_of_draft, gpus)
+    except BaseException:
+        runner.close()
+        raise
+
+
+def _opened(stored: StoredModel, config: EngineConfig, plans: list[DevicePlan], gpus: Gpus) -> Runner:
     for plan in plans:
         _log.log(logging.WARNING if plan.streamed_layers else logging.INFO, "%s", plan)
     if len(plans) == 1:

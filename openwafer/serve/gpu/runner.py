@@ -5,8 +5,9 @@ launching their 230 kernels one by one takes longer than running them. Steps wit
 """
 
 import bisect
+import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -92,7 +93,7 @@ class GpuRunner:
         return self.run_stage(batch, None)
 
     def run_stage(self, batch: Batch, x: np.ndarray | None) -> np.ndarray:
-        with torch.inference_mode():
+        with torch.inference_mode(), _memory_for(batch):
             found, _ = self._compute(batch, x)
             return found.cpu().numpy()
 
@@ -106,7 +107,7 @@ class GpuRunner:
 
     def launch(self, batch: Batch, draws: Sequence[Draw | None], x: np.ndarray | None = None) -> None:
         assert len(draws) == len(batch.logit_rows)
-        with torch.inference_mode():
+        with torch.inference_mode(), _memory_for(batch):
             logits, picked = self._compute(batch, x)
             chosen = [row for row, draw in enumerate(draws) if draw is not None and draw.temperature > 0]
             if chosen:
@@ -135,15 +136,6 @@ class GpuRunner:
 
         Without a head: the residual stream of all rows, and nothing.
         """
-        try:
-            return self._computed(batch, x)
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"the GPU has not enough memory for a step of {len(batch.tokens)} tokens "
-                f"({str(error).splitlines()[0]}): give a smaller --device_memory, --kv_cache or --max_step_tokens"
-            ) from None
-
-    def _computed(self, batch: Batch, x: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows = len(batch.tokens)
         assert 0 < num_rows <= self._max_rows
         if self._inflow is not None:
@@ -207,3 +199,15 @@ class GpuRunner:
         self._stage(batch, size, np.arange(size, dtype=np.int32))
         places = unpacked(self._staged, size, size)
         return record(lambda: self._forward(places, None), pool)
+
+
+@contextlib.contextmanager
+def _memory_for(batch: Batch) -> Iterator[None]:
+    """To compute and to draw a batch: what to do if there is too little, for whoever started the server."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"the GPU has not enough memory for a step of {len(batch.tokens)} tokens "
+            f"({str(error).splitlines()[0]}): give a smaller --device_memory, --kv_cache or --max_step_tokens"
+        ) from None

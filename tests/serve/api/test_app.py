@@ -121,6 +121,8 @@ def test_metrics_have_the_names_people_scrape(tmp_path: Path):
     assert values["openwafer:kv_cache_usage_perc", None] == 0
     assert values["openwafer:prompt_tokens_total", None] > 20
     assert values["openwafer:generation_tokens_total", None] == 4
+    assert values["openwafer:spec_decode_num_draft_tokens_total", None] == 0
+    assert values["openwafer:spec_decode_num_accepted_tokens_total", None] == 0
     assert values["openwafer:request_success_total", "stop"] == 1
     assert values["openwafer:request_success_total", "length"] == 1
     assert values["openwafer:time_to_first_token_seconds_count", None] == 2
@@ -169,3 +171,19 @@ def test_templates_that_ask_for_none(tmp_path: Path):
     served = ServedModel.make(("m",), engine, Tokenizer(TOKENIZER.backend, chat_template=template))
     assert render(served, [UserMessage(role="user", content="hi")]) == "hi"
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "fix"),
+    [
+        ("/v1/v1/chat/completions", "the client adds /v1 itself, so leave it out"),
+        ("/chat/completions", "there is at /v1/chat/completions: end the client's base URL with /v1"),
+        ("/v1/nothing", ""),
+    ],
+)
+def test_a_base_url_that_is_a_little_wrong_is_told(tmp_path: Path, path: str, fix: str):
+    with running(tmp_path) as server:
+        response = server.post(path, {})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"].startswith(f"there is nothing at {path}")
+    assert fix in response.json()["error"]["message"]

@@ -1,6 +1,7 @@
 """How the memory of GPUs is divided, from sizes alone."""
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given
@@ -36,7 +37,7 @@ def plans(gpus: SizedGpus, **options) -> list[DevicePlan]:
 
 
 def least_of(error: pytest.ExceptionInfo[UserError]) -> int:
-    return int(str(error.value).split("--device_memory ")[1].split(",")[0])
+    return int(re.findall(r"--device_memory (\d+)", str(error.value))[0])
 
 
 @given(

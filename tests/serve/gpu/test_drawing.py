@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from openwafer.serve.core import Sampling
-from openwafer.serve.gpu.drawing import draw_rows
+from openwafer.serve.gpu.drawing import draw_rows, scratch_bytes
 from openwafer.serve.runner import Draw
 from openwafer.serve.sampler import draw, uniform
+from tests.serve.gpu.held_memory import HeldMemory
 
 KINDS = (
     {"temperature": 0.0},
@@ -46,3 +47,21 @@ def test_equal_weights_beyond_the_likely_ones_are_found() -> None:
     draws = [Draw(temperature=1.0, top_k=None, top_p=0.5, min_p=0.0, uniform=uniform(row, 0)) for row in range(20)]
     expected = [draw(values, s, row, 0, {}) for row, (values, s) in enumerate(zip(logits, samplings, strict=True))]
     assert draw_rows(torch.from_numpy(logits), draws, 8).tolist() == expected
+
+
+@pytest.mark.parametrize("num_rows", [8, 200])
+@pytest.mark.parametrize("kind", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_drawing_holds_no_more_than_is_planned_for(num_rows: int, kind: dict) -> None:
+    """All are about as likely as the others, so that limits need all of them sorted."""
+    vocab = 3000
+    logits = torch.from_numpy(np.random.default_rng(0).normal(0, 0.01, (num_rows, vocab)).astype(np.float32))
+    draws = [
+        Draw(**{"temperature": 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0, "uniform": uniform(row, 0)} | kind)
+        for row in range(num_rows)
+    ]
+    with HeldMemory().ignore(logits) as held:
+        draw_rows(logits, draws)
+    planned = scratch_bytes(num_rows, vocab)
+    assert 0.15 * planned < held.peak_bytes <= planned
+    if num_rows == 8 and ("top_p" in kind or "min_p" in kind):
+        assert held.peak_bytes > 0.6 * planned  # a GPU's sort needs some of the rest

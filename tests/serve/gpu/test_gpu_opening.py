@@ -13,10 +13,16 @@ from openwafer.errors import UserError
 from openwafer.models.generate import generate
 from openwafer.serve.engine import LocalEngine
 from openwafer.serve.engine_config import EngineConfig
-from openwafer.serve.gpu import opening
-from openwafer.serve.gpu.opening import open_on_gpus
+from openwafer.serve.gpu import opening, runner
+from openwafer.serve.gpu.device_plan import needs_of, plan_devices
+from openwafer.serve.gpu.opening import open_on_gpu, open_on_gpus
+from openwafer.serve.gpu.runner import GpuRunner
+from openwafer.serve.inventory import take_inventory
+from openwafer.serve.runner import Draw
 from tests.serve.conftest import CONFIGS, Answer, Client, stored, tiny_module
+from tests.serve.gpu.held_memory import HeldMemory
 from tests.serve.gpu.late_gpu import LateGpus, WatchedKernels
+from tests.serve.pipeline.test_pipeline import batch
 
 PROMPT = np.random.default_rng(1).integers(0, 101, 37).tolist()
 MODULE = tiny_module(dataclasses.replace(CONFIGS["llama"], num_hidden_layers=8))
@@ -32,9 +38,9 @@ def open_gpus() -> Iterator[Open]:
     def open_(gpus: LateGpus | None = None, **options) -> Client:
         chosen = {"device": "cuda", "dtype": "fp32", "max_step_tokens": 16, "max_running": 6} | options
         config = EngineConfig(**chosen)
-        runner = open_on_gpus(stored(MODULE), config, gpus or LateGpus())
-        context = min(256, runner.num_blocks * runner.block_size)
-        opened.append(LocalEngine(runner, stored(MODULE).config, config, max_context=context))
+        opened_runner = open_on_gpus(stored(MODULE), config, gpus or LateGpus())
+        context = min(256, opened_runner.num_blocks * opened_runner.block_size)
+        opened.append(LocalEngine(opened_runner, stored(MODULE).config, config, max_context=context))
         return Client(opened[-1])
 
     yield open_
@@ -133,6 +139,42 @@ def test_a_device_that_runs_out_in_a_step_ends_the_engine_with_what_to_do(
     answer = client.ask(PROMPT[:9])
     assert answer.last.finish_reason == "error"
     assert "not enough memory for a step of 9 tokens (CUDA out of memory. Tried to" in (answer.last.error or "")
+
+
+def test_a_device_that_runs_out_while_drawing_says_so_too(open_gpus: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more")
+
+    client = open_gpus()
+    monkeypatch.setattr(runner, "draw_rows", full)
+    answer = client.ask(PROMPT[:9], temperature=1.0)
+    assert answer.last.finish_reason == "error"
+    assert "not enough memory for a step of 9 tokens (CUDA out of memory. Tried to" in (answer.last.error or "")
+
+
+def test_a_step_holds_no_more_than_was_planned_for() -> None:
+    """Guesses make every row of a step one that is drawn from, with limits that need all tokens sorted."""
+    shape = dataclasses.replace(CONFIGS["llama"], vocab_size=800)
+    model = stored(tiny_module(shape))
+    config = EngineConfig(device="cuda", dtype="fp32", max_step_tokens=48, max_running=2)
+    gpus = LateGpus()
+    (plan,) = plan_devices(model, config, gpus)
+    tiny = open_on_gpu(model, config, plan, gpus)
+    tokens = np.arange(48, dtype=np.int32)
+    given = batch(tokens.tolist())
+    given = dataclasses.replace(given, logit_rows=tokens)
+    draws = [Draw(temperature=1e6, top_k=None, top_p=0.99, min_p=0.0, uniform=0.5)] * 48
+    with HeldMemory().ignore(*tiny_tensors(tiny)) as held:
+        assert len(set(tiny.run_and_draw(given, draws).tokens.tolist())) > 20
+    planned = needs_of(shape, take_inventory(model, config), plan.region, config, torch.float32).activations
+    assert 0.3 * planned < held.peak_bytes <= planned
+
+
+def tiny_tensors(of: GpuRunner) -> Iterator[torch.Tensor]:
+    """What is there before a step."""
+    for value in vars(of).values():
+        if isinstance(value, torch.Tensor):
+            yield value
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
