@@ -22,13 +22,13 @@ GEMV = (
     *((32, 256, 4, 4), (16, 512, 4, 4), (32, 256, 4, 3), (16, 512, 4, 3), (64, 128, 4, 4), (32, 512, 8, 3)),
     *((8, 1024, 4, 3), (16, 256, 4, 4), (8, 1024, 4, 1), (32, 256, 8, 4), (16, 1024, 8, 3), (4, 1024, 4, 1)),
 )
-# Inputs stand for nothing here: packed weights come in groups. The last number is of programs, at least.
+# Inputs say something only for 8 bits and one row: other packed weights come in groups. Last, programs at least.
 PACKED_GEMV = (
-    *((32, 256, 4, 4, 250), (16, 256, 8, 3, 250), (32, 256, 8, 3, 120), (32, 256, 4, 4, 120), (32, 256, 8, 3, 250)),
-    *((64, 256, 4, 3, 250), (32, 256, 4, 3, 250), (16, 256, 4, 5, 250), (32, 256, 4, 6, 250), (64, 256, 8, 2, 120)),
+    *((32, 256, 4, 4, 250), (32, 512, 4, 3, 250), (16, 256, 4, 4, 250), (64, 256, 4, 3, 250), (32, 256, 8, 3, 250)),
+    *((32, 256, 4, 3, 250), (32, 512, 4, 4, 250), (16, 256, 4, 5, 250), (32, 256, 4, 6, 250), (64, 256, 8, 2, 120)),
 )
 PACKED_SKINNY = (
-    *((64, 256, 4, 3, 250), (128, 256, 8, 3, 250), (128, 256, 4, 3, 250), (64, 256, 4, 2, 250), (64, 256, 4, 3, 500)),
+    *((128, 256, 4, 3, 250), (128, 256, 8, 3, 250), (64, 256, 4, 3, 500), (64, 256, 4, 3, 250), (64, 256, 4, 2, 250)),
     *((64, 256, 4, 3, 120), (128, 256, 8, 3, 120), (64, 256, 4, 4, 250), (128, 256, 8, 2, 250), (128, 256, 4, 2, 250)),
 )
 SKINNY = (
@@ -119,6 +119,7 @@ def _products(
     for outputs, inputs, warps, stages, *programs in tiles:
         tile = Tile(num_outputs=outputs, num_inputs=inputs, num_warps=warps, num_stages=stages)
         tuning = Tuning(gemv=tile, skinny=tile, skinny_rows=64, packed_gemv=tile, packed_skinny=tile)
+        tuning = replace(tuning, byte_gemv=tile, byte_skinny=tile)
         shown = f"{outputs}x{inputs} warps {warps} stages {stages}"
         if programs:
             tuning, shown = replace(tuning, num_programs=programs[0]), f"{shown} programs {programs[0]}"

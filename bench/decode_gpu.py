@@ -126,7 +126,7 @@ def compile_kernels(config: ModelConfig, tuning: Tuning, journal: Journal) -> No
     batches = ([1], [1] * 16, [1] * 32, [1] * 128, [100, 300]) if config is LLAMA_8B else ([1], [1, 1, 12])
     packed_batches = {bits: ([1], [1] * 16, [1] * 32, [1] * 128, [300]) for bits in _gpu_kernels.PACKED}
     if config is not LLAMA_8B:  # some of each
-        packed_batches = {4: ([1], [300]), 8: ([1, 1],)}
+        packed_batches = {4: ([1], [300]), 8: ([1], [1, 1])}
     for name, shape in (("Llama-3.1-8B", config), ("SmolLM2-135M", SMOLLM2)) if config is LLAMA_8B else (("", config),):
         rows = _gpu_compile.compile_all(shape, TritonKernels(tuning), batches)
         if config is LLAMA_8B:

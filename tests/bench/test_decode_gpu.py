@@ -50,7 +50,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     done = bench("--tiny", "--parts", "compile", TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stdout + done.stderr
     names = ("gemv", "skinny", "rotate_and_store", "decode", "merge", "prompt", "norm")
-    for name in (*names, "packed_gemv", "packed_skinny", "sum", "unpack"):
+    for name in (*names, "packed_gemv", "byte_gemv", "packed_skinny", "sum", "unpack"):
         assert f"\n{name}_kernel" in done.stdout
 
 

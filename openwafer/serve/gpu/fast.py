@@ -314,11 +314,24 @@ class TritonKernels(PlainKernels):
             src = src.to(weight.dtype) if step.norm is None else self.norm(step.norm, src, weight.dtype)
             step = replace(step, norm=None)
         if num_rows == 1:
-            tile = replace(self.tuning.packed_gemv, num_outputs=self._tile(self.tuning.packed_gemv, step, 1)[0])
-            self.packed.one_row(step, weight, src, out, adds, tile, overlap)
+            self.packed.one_row(step, weight, src, out, adds, self._packed_tile(step, weight), overlap)
             return
         tile_rows = min(self.tuning.packed_tile_rows, max(16, power_of_two(num_rows)))
-        self.packed.few_rows(step, weight, src, out, adds, self.tuning.packed_skinny, tile_rows, overlap)
+        tile = self.tuning.byte_skinny if weight.num_bits == 8 else self.tuning.packed_skinny
+        self.packed.few_rows(step, weight, src, out, adds, tile, tile_rows, overlap)
+
+    def _packed_tile(self, step: Project, weight: PackedWeight) -> Tile:
+        """For one row."""
+        tuning = self.tuning
+        if weight.num_bits == 8:
+            num_outputs, num_inputs = self._tile(tuning.byte_gemv, step, 1)
+            return replace(tuning.byte_gemv, num_outputs=num_outputs, num_inputs=num_inputs)
+        tile = tuning.packed_gemv
+        is_long = weight.num_groups >= 2 * tile.num_warps
+        if is_long and weight.shape[0] < tile.num_outputs * tuning.num_multiprocessors:
+            # Not fewer outputs: each program reads the whole input, which is much beside 4-bit weights.
+            tile = replace(tile, num_warps=2 * tile.num_warps, num_stages=max(1, tile.num_stages - 1))
+        return replace(tile, num_outputs=max(16, tile.num_outputs // 2)) if step.gated else tile
 
     def _tile(self, tile: Tile, step: Project, num_rows: int) -> tuple[int, int]:
         """Outputs and inputs that a program takes at once; a gated output takes two rows of the weight."""

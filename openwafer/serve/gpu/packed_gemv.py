@@ -1,8 +1,9 @@
 """Triton kernels for products with packed weights, which are unpacked in registers; `packed_weight.py` has the layout.
 
-They compute what `gemv.py` does, on the weights that `PackedWeight.dense()` gives; with one row, on weights that are
-not rounded. Both keep the tensor cores busy with weights on the left, straight from the registers that they were
-unpacked in: bit field j of a tile of words is block j of their inputs, so that no weight changes its thread.
+They compute what `gemv.py` does, on the weights that `PackedWeight.dense()` gives. With one row weights are not
+rounded, and have 4 bits; `byte_gemv.py` is for 8. Both keep the tensor cores busy with weights on the left, straight
+from the registers that they were unpacked in: bit field j of a tile of words is block j of their inputs, so that no
+weight changes its thread.
 """
 
 # pyright: reportMissingImports=false
@@ -96,22 +97,19 @@ def fetch_weights(
 
 
 @triton.jit
-def block_sums(words, x, found, BITS: tl.constexpr, PAIRS: tl.constexpr):
-    """Weights [w, n, 32 words] times x [w, 32, 8 blocks] of x's dtype: fp32 [w, n, 8], a sum for each block.
+def block_sums(words, x, found, PAIRS: tl.constexpr):
+    """4-bit weights [w, n, 32 words] times x [w, 32, 8 blocks] of x's dtype: fp32 [w, n, 8], a sum for each block.
 
     A product with all blocks of x at once has the sum of its own block in one column, and the others are left out.
     """
     column = tl.arange(0, 8)[None, None, :]
     sums = tl.zeros(found.shape, tl.float32)
-    for j in tl.static_range(32 // BITS):
-        w = quants_of(words, j, BITS, PAIRS).to(x.dtype)
+    for j in tl.static_range(8):
+        w = quants_of(words, j, 4, PAIRS).to(x.dtype)
         sums = tl.where(column == j, tl.dot(w, x, input_precision="ieee"), sums)
-    gain, base = gain_and_base(found, BITS, PAIRS)
-    sums *= gain
-    if BITS == 4:
-        ones = tl.full(words.shape, 1.0, x.dtype)
-        sums += base * tl.dot(ones, x, input_precision="ieee")
-    return sums
+    gain, base = gain_and_base(found, 4, PAIRS)
+    ones = tl.full(words.shape, 1.0, x.dtype)
+    return sums * gain + base * tl.dot(ones, x, input_precision="ieee")
 
 
 @triton.jit
@@ -126,7 +124,6 @@ def packed_gemv_kernel(
     num_outputs,
     gain_stride,
     NUM_INPUTS: tl.constexpr,
-    BITS: tl.constexpr,
     PAIRS: tl.constexpr,
     DTYPE: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -139,27 +136,26 @@ def packed_gemv_kernel(
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """As `gemv_kernel`; a program takes SLICES groups of BLOCK_N outputs at once, a warp one of them."""
-    BLOCKS: tl.constexpr = 32 // BITS
-    GROUPS: tl.constexpr = (NUM_INPUTS + 32 * BLOCKS - 1) // (32 * BLOCKS)
+    """As `gemv_kernel`, for 4 bits; a program takes SLICES groups of BLOCK_N outputs at once, a warp one of them."""
+    GROUPS: tl.constexpr = (NUM_INPUTS + 255) // 256
     STEPS: tl.constexpr = (GROUPS + SLICES - 1) // SLICES
     EVEN: tl.constexpr = GROUPS % SLICES == 0
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     up_rows = rows + num_outputs
     first_row = tl.program_id(0) * BLOCK_N
-    fetch_weights(quants_ptr, gains_ptr, rows, first_row, 0, gain_stride, GROUPS, GROUPS, BITS, SLICES, OVERLAPS)
+    fetch_weights(quants_ptr, gains_ptr, rows, first_row, 0, gain_stride, GROUPS, GROUPS, 4, SLICES, OVERLAPS)
     if GATED:
         first_row += num_outputs
-        fetch_weights(quants_ptr, gains_ptr, up_rows, first_row, 0, gain_stride, GROUPS, GROUPS, BITS, SLICES, OVERLAPS)
+        fetch_weights(quants_ptr, gains_ptr, up_rows, first_row, 0, gain_stride, GROUPS, GROUPS, 4, SLICES, OVERLAPS)
     wait_for_inputs(OVERLAPS)
     slices = tl.arange(0, SLICES)[:, None, None]
-    block = tl.arange(0, 8)[None, None, :] % BLOCKS
-    inner = slices * (32 * BLOCKS) + block * 32 + tl.arange(0, 32)[None, :, None]
+    block = tl.arange(0, 8)[None, None, :]
+    inner = slices * 256 + block * 32 + tl.arange(0, 32)[None, :, None]
     words = quants_ptr + slices * 32 + tl.arange(0, 32)[None, None, :]
     words_at = words + rows[None, :, None] * (GROUPS * 32)
     up_words_at = words + up_rows[None, :, None] * (GROUPS * 32)
-    gains = gains_ptr + (slices * BLOCKS + block) * gain_stride
+    gains = gains_ptr + (slices * 8 + block) * gain_stride
     gains_at = gains + rows[None, :, None]
     up_gains_at = gains + up_rows[None, :, None]
     found = inside(gains_at, slices < GROUPS, EVEN)
@@ -169,31 +165,30 @@ def packed_gemv_kernel(
     squares = tl.zeros([SLICES, 32, 8], tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         is_mine = slices + step * SLICES < GROUPS
-        k = inner + step * (SLICES * 32 * BLOCKS)
-        x = inside(x_ptr + k, k < NUM_INPUTS, NUM_INPUTS % (SLICES * 32 * BLOCKS) == 0)
+        k = inner + step * (SLICES * 256)
+        x = inside(x_ptr + k, k < NUM_INPUTS, NUM_INPUTS % (SLICES * 256) == 0)
         if HAS_NORM:
             wide = x.to(tl.float32)
             squares += wide * wide
-            x = wide * inside(norm_ptr + k, k < NUM_INPUTS, NUM_INPUTS % (SLICES * 32 * BLOCKS) == 0)
+            x = wide * inside(norm_ptr + k, k < NUM_INPUTS, NUM_INPUTS % (SLICES * 256) == 0)
         x = x.to(DTYPE)
         # The gains of the next step are asked for now: they come straight into registers, the words through copies
         # that are under way already.
         next_step = tl.minimum(step + 1, STEPS - 1)
         is_next = slices + next_step * SLICES < GROUPS
-        further = (next_step * (SLICES * BLOCKS)).to(tl.int64) * gain_stride
+        further = (next_step * (SLICES * 8)).to(tl.int64) * gain_stride
         next_found = inside(gains_at + further, is_next, EVEN)
-        sums += block_sums(inside(words_at + step * (SLICES * 32), is_mine, EVEN), x, found, BITS, PAIRS)
+        sums += block_sums(inside(words_at + step * (SLICES * 32), is_mine, EVEN), x, found, PAIRS)
         found = next_found
         if GATED:
             next_found = inside(up_gains_at + further, is_next, EVEN)
             up_words = inside(up_words_at + step * (SLICES * 32), is_mine, EVEN)
-            up_sums += block_sums(up_words, x, up_found, BITS, PAIRS)
+            up_sums += block_sums(up_words, x, up_found, PAIRS)
             up_found = next_found
     y = tl.sum(tl.sum(sums, 2), 0)
     z = tl.sum(tl.sum(up_sums, 2), 0)
     if HAS_NORM:
-        # With 8 bits there are four blocks in a group, and the other four columns hold them once more.
-        mean = tl.sum(tl.sum(tl.sum(squares, 2), 1), 0) * (BLOCKS / 8) / NUM_INPUTS
+        mean = tl.sum(tl.sum(tl.sum(squares, 2), 1), 0) / NUM_INPUTS
         factor = 1.0 / tl.sqrt(mean + eps)
         y = y * factor
         z = z * factor

@@ -18,10 +18,11 @@ class PackedProducts:
     """All compute what `plain.PlainKernels.project` does; `overlap` says how kernels are started."""
 
     def __init__(self, tuning: Tuning, splitting: Splitting) -> None:
-        from openwafer.serve.gpu import packed_gemv
+        from openwafer.serve.gpu import byte_gemv, packed_gemv
 
         # Untyped: the kernels are there only where Triton is.
         self._gemv: Any = packed_gemv.packed_gemv_kernel
+        self._byte_gemv: Any = byte_gemv.byte_gemv_kernel
         self._skinny: Any = packed_gemv.packed_skinny_kernel
         self._unpack: Any = packed_gemv.unpack_kernel
         tl: Any = packed_gemv.tl
@@ -42,7 +43,15 @@ class PackedProducts:
     ) -> None:
         norm = step.norm
         eps, gain = (0.0, weight.gains) if norm is None else (norm.eps, norm.weight)
-        self._gemv[(-(-step.num_outputs // tile.num_outputs),)](
+        flags = _flags(step, weight, adds, tile)
+        if flags.pop("BITS") == 4:
+            kernel = self._gemv
+            flags |= {"DTYPE": self._kinds[weight.dtype], "SLICES": tile.num_warps}
+        else:
+            kernel = self._byte_gemv
+            is_whole = step.num_outputs % tile.num_outputs == 0
+            flags |= {"AT_ONCE": max(1, tile.num_inputs // 128), "IS_WHOLE": is_whole, "ON_HOPPER": flags.pop("PAIRS")}
+        kernel[(-(-step.num_outputs // tile.num_outputs),)](
             src,
             gain,
             *_arrays(step, weight),
@@ -51,9 +60,7 @@ class PackedProducts:
             step.num_outputs,
             weight.gains.stride(0) // weight.gains.shape[2],
             HAS_NORM=norm is not None,
-            DTYPE=self._kinds[weight.dtype],
-            SLICES=tile.num_warps,
-            **_flags(step, weight, adds, tile),
+            **flags,
             **overlap,
         )
 

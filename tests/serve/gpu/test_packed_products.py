@@ -25,7 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 PACKED = replace(
     TUNING,
     packed_gemv=Tile(num_outputs=16, num_inputs=64, num_warps=4, num_stages=1),
+    byte_gemv=Tile(num_outputs=16, num_inputs=256, num_warps=4, num_stages=1),
     packed_skinny=Tile(num_outputs=16, num_inputs=32, num_warps=4, num_stages=2),
+    byte_skinny=Tile(num_outputs=16, num_inputs=32, num_warps=4, num_stages=2),
+    num_multiprocessors=1,
     packed_tile_rows=16,
     packed_rows=20,
     num_programs=1,
@@ -40,7 +43,8 @@ def packed(num_bits, num_outputs: int, num_inputs: int, dtype: torch.dtype = tor
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_bits", "gated"), [(1, 4, True), (1, 8, False), (3, 4, False), (18, 8, True), (25, 4, True)]
+    ("num_rows", "num_bits", "gated"),
+    [(1, 4, True), (1, 8, False), (1, 8, True), (3, 4, False), (18, 8, True), (25, 4, True)],
 )
 def test_every_kind_of_product(num_rows: int, num_bits: int, gated: bool) -> None:
     """One row, a tile, two tiles, too many for tiles; inputs that fill no block; norms, biases; written and added."""
@@ -63,16 +67,17 @@ def test_every_kind_of_product(num_rows: int, num_bits: int, gated: bool) -> Non
         assert is_fence_whole(dst)
 
 
-@pytest.mark.parametrize(("num_bits", "num_inputs"), [(4, 1400), (8, 1100)])
-def test_one_row_of_several_groups_for_each_warp(num_bits: int, num_inputs: int) -> None:
-    """Two steps of four warps, the last without a group for each of them; the norm of all inputs."""
+@pytest.mark.parametrize(("num_bits", "num_inputs", "num_multiprocessors"), [(4, 1400, 1), (4, 2300, 3), (8, 600, 1)])
+def test_one_row_of_several_groups(num_bits: int, num_inputs: int, num_multiprocessors: int) -> None:
+    """Steps of a group for each of four warps, or eight, or of two groups; the last has not all; the norm of all."""
     generator = torch.Generator().manual_seed(1)
     src = fenced(torch.randn(1, num_inputs, generator=generator))
     gain = fenced(torch.rand(num_inputs, generator=generator))
     norm = Norm(dst=SPAN, src=SPAN, weight=gain, bias=None, eps=1e-5, centred=False)
-    step = Project(dst=SPAN, src=SPAN, weight=packed(num_bits, 20, num_inputs), norm=norm)
+    step = Project(dst=SPAN, src=SPAN, weight=packed(num_bits, 32, num_inputs), norm=norm)
     expected = PlainKernels().project(step, src, wide=True)
-    torch.testing.assert_close(TritonKernels(PACKED).project(step, src, wide=True), expected, atol=1e-4, rtol=1e-4)
+    kernels = TritonKernels(replace(PACKED, num_multiprocessors=num_multiprocessors))
+    torch.testing.assert_close(kernels.project(step, src, wide=True), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("num_bits", "gated"), [(4, False), (8, True)])

@@ -35,7 +35,15 @@ TIED = replace(CONFIGS["llama3"], num_hidden_layers=1)
 WIDE = replace(CONFIGS["llama"], hidden_size=256, num_heads=4, intermediate_size=256, num_hidden_layers=1)
 # Few programs, because each takes a millisecond here, and many more rows than fit into one.
 LARGE = Tile(num_outputs=128, num_inputs=32, num_warps=4, num_stages=2)
-TUNING = replace(PACKED, packed_gemv=LARGE, packed_skinny=LARGE, prompt_rows=64, prompt_tokens=64)
+TUNING = replace(
+    PACKED,
+    packed_gemv=LARGE,
+    byte_gemv=LARGE,
+    packed_skinny=LARGE,
+    byte_skinny=LARGE,
+    prompt_rows=64,
+    prompt_tokens=64,
+)
 
 
 def gpu_runner(program: Program, kernels: Kernels | None = None) -> GpuRunner:
@@ -170,7 +178,7 @@ class TestKernels:
         assert rest == 0
         program = replace(program, body=program.body[: 1 + per_layer])
         large = Tile(num_outputs=2048, num_inputs=256, num_warps=4, num_stages=1)
-        tuning = replace(TUNING, packed_gemv=large, packed_skinny=large)
+        tuning = replace(TUNING, packed_gemv=large, byte_gemv=large, packed_skinny=large, byte_skinny=large)
         runners = gpu_runner(unpacked(program)), gpu_runner(program, TritonKernels(tuning))
         for tokens, start, wanted in ((TOKENS[:2], 0, []), (TOKENS[2:3], 2, [0])):
             batch = Batch(
