@@ -19,6 +19,7 @@ from openwafer.serve.gpu.drawing import scratch_bytes
 from openwafer.serve.gpu.gpus import Gpus
 from openwafer.serve.gpu.layer_shelf import NUM_FLASH_BUFFERS, flash_buffer_bytes
 from openwafer.serve.gpu.layer_stream import ALIGNMENT, NUM_BUFFERS
+from openwafer.serve.gpu.splitting import most_bytes
 from openwafer.serve.gpu.tuning import Tuning
 from openwafer.serve.inventory import Inventory, Size, take_inventory
 from openwafer.serve.lowering import PAGE
@@ -228,9 +229,14 @@ def needs_of(
     # or where tokens are drawn from them.
     activations = 8 * num_rows * sum(widths.values())
     parts = [*(inventory.layers[layer] for layer in region.layers), *((inventory.head,) if region.has_head else ())]
-    if any(size.matrices < size.products * dtype.itemsize for size in parts):
+    tuning = Tuning()
+    is_packed = any(size.matrices < size.products * dtype.itemsize for size in parts)
+    if is_packed or config.batch_invariant:
+        num_split_rows = num_rows if config.batch_invariant else min(num_rows, tuning.packed_rows)
+        activations += most_bytes(num_split_rows, max(widths.values()), tuning)
+    if is_packed:
         # Packed matrices are unpacked for products of many rows; none is larger than its part.
-        activations += min(Tuning().scratch_bytes, dtype.itemsize * max(size.products for size in parts))
+        activations += min(tuning.scratch_bytes, dtype.itemsize * max(size.products for size in parts))
     if guesses:
         activations += 8 * vocab * (num_rows - config.num_step_tokens + config.num_running)
     else:

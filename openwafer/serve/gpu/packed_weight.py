@@ -59,6 +59,11 @@ class PackedWeight:
         return self.quants.shape[1]
 
     @property
+    def gain_stride(self) -> int:
+        """From the gains of a block to those of the next, in outputs."""
+        return self.gains.stride(0) // self.gains.shape[2]
+
+    @property
     def nbytes(self) -> int:
         return self.quants.nbytes + self.gains.nbytes
 

@@ -8,6 +8,12 @@ from openwafer.serve.gpu.plan import Project
 from openwafer.serve.gpu.tuning import Tuning
 
 
+def most_bytes(num_rows: int, width: int, tuning: Tuning) -> int:
+    """Of the parts of one product with at most so many rows and outputs: see `Splitting.count`."""
+    largest = max(tile.num_outputs for tile in (tuning.packed_skinny, tuning.byte_skinny))
+    return 4 * num_rows * (tuning.num_programs * largest + 3 * width)  # a gated output has two rows of the weight
+
+
 class Splitting:
     def __init__(self, tuning: Tuning) -> None:
         from openwafer.serve.gpu import split_sums
