@@ -9,6 +9,7 @@ Tensor names: `weights/<param>`, `buffers/<buffer>`, `optimizer/<kind>/<param>`.
 always whole: it is written under another name and synced to disk before it gets its own.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -202,13 +203,18 @@ def _steps(root: Path) -> Iterator[tuple[int, Path]]:
             yield int(match[1]), path
 
 
+@functools.cache  # a run looks for its newest checkpoint several times
+def _warn_once(text: str) -> None:
+    _log.warning(text)
+
+
 def latest(model_dir: Path) -> Path | None:
     """The folder of the newest whole checkpoint, or None. Damaged ones are passed over with a warning."""
     for _, path in sorted(_steps(model_dir / "checkpoints"), reverse=True):
         try:
             Checkpoint.open(path)
         except BrokenCheckpoint as error:
-            _log.warning("passing over a damaged checkpoint: %s", error)
+            _warn_once(f"passing over a damaged checkpoint: {error}")
             continue
         return path
     return None
@@ -277,7 +283,9 @@ class Checkpoint:
         if self._last is None or self._last[0] != name:
             path = self.folder / name
             if name not in self._verified and not _matches(path, self._files[name]):
-                raise BrokenCheckpoint(f"{path} does not match its checksum: use another checkpoint")
+                raise BrokenCheckpoint(
+                    f"{path} does not match its checksum: remove {self.folder} to go on from the one before"
+                )
             self._verified.add(name)
             self._last = None  # the old mapping goes before the new one comes
             self._last = (name, safe_open(path, framework="pt"))

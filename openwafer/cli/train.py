@@ -66,4 +66,6 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(summary))
         return
     losses = [f"{name} {value:.4f}" for name, value in summary.items() if name.endswith("loss") and value is not None]
-    print(f"step {result.step}: {', '.join(losses) or 'nothing left to do'}; checkpoint {result.checkpoint}")
+    is_idle = result.tokens_per_s is None  # no step was taken; else the last one was skipped and has no loss
+    what = ", ".join(losses) or ("nothing left to do" if is_idle else "skipped, its loss is not finite")
+    print(f"step {result.step}: {what}; checkpoint {result.checkpoint}")

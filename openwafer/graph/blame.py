@@ -77,6 +77,7 @@ def _advice(error: BaseException) -> str:
     if ".numpy() is not supported" in text:
         return (
             "The forward keeps a tensor that it makes, as the cache of a transformers model does: "
-            "set model.config.use_cache = False for training"
+            "set model.config.use_cache = False for training, "
+            "and in an encoder-decoder model.decoder.config.use_cache = False too"
         )
     return "Run the module once on the same inputs outside openwafer to see whether it works there"

@@ -159,6 +159,7 @@ class Job:
                     lr=result.lr,
                     tokens_per_s=rate,
                     time=time.time(),
+                    skipped=result.skipped,
                     eval_loss=eval_loss,
                     **self._traffic(),
                     step_s=spent.seconds,

@@ -22,6 +22,7 @@ class StepMetrics:
     lr: float
     tokens_per_s: float
     time: float
+    skipped: bool = False  # its loss or gradients were not finite: nothing was changed
     eval_loss: float | None = None  # on held-out text, at the steps that evaluate
     step_s: float | None = None  # how long it took
     spent_s: dict[str, float] | None = None  # seconds of it by what it waited for (`timeline.py`)

@@ -74,6 +74,7 @@ class ProgressDisplay:
         self._every = every
         self._stream = stream or sys.stderr
         self._history = LossHistory()
+        self._num_skipped = 0
         self._live: Any = None
         self._began = self._printed = time.monotonic()
         self._bars = _BARS if _can_show(self._stream, _BARS) else _ASCII_BARS
@@ -97,6 +98,7 @@ class ProgressDisplay:
 
     def update(self, metrics: StepMetrics) -> None:
         self._history.add(metrics.loss)
+        self._num_skipped += metrics.skipped
         if self._live is not None:
             self._lines = [self._line(metrics), *self._spent(metrics)]
             self._live.refresh()
@@ -126,6 +128,8 @@ class ProgressDisplay:
             f"ETA {_duration(eta_s)}",
             sparkline(self._history.values, bars=self._bars),
         ]
+        if self._num_skipped:
+            parts.insert(2, f"{self._num_skipped} skipped")
         return "  ".join(parts)
 
     def _spent(self, metrics: StepMetrics) -> list[str]:

@@ -148,6 +148,17 @@ def test_a_finished_run_has_nothing_left_to_do(params: Path, whole: Path, capsys
     assert_same(tensors(whole, STEPS), before)
 
 
+def test_skipped_steps_are_said(params: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(params.read_text().replace("lr: 0.01", "lr: 1e30, nan: skip"))
+    assert main(["train", "--params", str(own), "--model_dir", str(tmp_path / "run"), "--num_steps", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("step 3: skipped, its loss is not finite; checkpoint ")
+    assert "loss nan  2 skipped" in err
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [record["skipped"] for record in records] == [False, True, True]
+
+
 def test_two_runs_in_one_folder(params: Path, tmp_path: Path, forks: Forks) -> None:
     flags = ("train", "--params", params, "--model_dir", tmp_path)
     first = forks.start(*flags, "--num_steps", "100000", "--log_every", "1")

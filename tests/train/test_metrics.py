@@ -33,6 +33,7 @@ def test_records(tmp_path):
         "lr": 0.001,
         "tokens_per_s": 100.0,
         "time": 1.0,
+        "skipped": False,
         "eval_loss": None,
         "step_s": None,
         "spent_s": None,

@@ -55,6 +55,14 @@ def test_plain_lines_when_not_a_terminal():
     assert "loss 0.4000  12.3k tokens/s  ETA 0:00:00  █" in lines[-1]
 
 
+def test_skipped_steps_are_counted():
+    stream = io.StringIO()
+    with ProgressDisplay(3, stream=stream, every=1) as display:
+        for step, is_skipped in [(1, False), (2, True), (3, False)]:
+            display.update(replace(metrics(step, 1.0), skipped=is_skipped))
+    assert ["1 skipped" in line for line in stream.getvalue().splitlines()] == [False, True, True]
+
+
 def test_slow_steps_are_not_silent(monkeypatch):
     clock = iter(range(0, 10_000, 16))
     monkeypatch.setattr("openwafer.train.progress.time.monotonic", lambda: next(clock))
