@@ -9,9 +9,10 @@ from openwafer.serve.gpu.tuning import Tuning
 
 
 def most_bytes(num_rows: int, width: int, tuning: Tuning) -> int:
-    """Of the parts of one product with at most so many rows and outputs: see `Splitting.count`."""
+    """Of the parts of one product with so many rows and at most so many inputs and outputs, see `Splitting.count`."""
     largest = max(tile.num_outputs for tile in (tuning.packed_skinny, tuning.byte_skinny))
-    return 4 * num_rows * (tuning.num_programs * largest + 3 * width)  # a gated output has two rows of the weight
+    few_tiles, few_pieces = tuning.num_programs * largest + width + width // 2, width * max(1, width // 128)
+    return 4 * num_rows * min(few_tiles, few_pieces)
 
 
 class Splitting:

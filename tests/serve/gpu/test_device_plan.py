@@ -11,6 +11,8 @@ from openwafer.errors import UserError
 from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.gpu.device_plan import DevicePlan, Needs, TooSmall, fitted, plan_devices
 from openwafer.serve.gpu.gpus import Gpus
+from openwafer.serve.gpu.splitting import Splitting, most_bytes
+from openwafer.serve.gpu.tuning import Tuning
 from openwafer.serve.lowering import PAGE
 from tests.serve.conftest import CONFIGS, stored, tiny_module
 
@@ -136,3 +138,16 @@ def test_a_tied_table_counts_once() -> None:
     (plan,) = plan_devices(tied, config, SizedGpus(8 << 20))
     (untied,) = plans(SizedGpus(8 << 20))
     assert untied.resident_bytes - plan.resident_bytes == 4 * 101 * 64
+
+
+@pytest.mark.parametrize("tile", [32, 64, 128])
+@pytest.mark.parametrize("width", [64, 300, 1536, 4096, 28672])
+def test_the_parts_of_split_products_are_never_more_than_is_planned(width: int, tile: int) -> None:
+    pytest.importorskip("triton", reason="there is no Triton for this platform")
+    tuning = Tuning()
+    splitting = Splitting(tuning)
+    for piece, least in ((64, 4), (128, 2), (256, 2)):
+        for num_inputs in (width, -(-width // 3)):
+            for num_outputs in (width, -(-width // 7)):
+                splits = splitting.count(-(-num_outputs // tile), -(-num_inputs // piece), least)
+                assert 4 * 10 * splits * num_outputs <= most_bytes(10, width, tuning), (num_inputs, num_outputs)
