@@ -3,7 +3,9 @@
 A trace has processes, each with numbered tracks, and slices on tracks. Times are in microseconds.
 """
 
+import errno
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -62,7 +64,7 @@ class TraceFile:
         try:
             self._file.seek(self._end)
             if self._file.write(text + self._END) != len(text) + len(self._END):
-                raise OSError("no space for a whole record")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise self._failure(error) from None
         self._end += len(text)

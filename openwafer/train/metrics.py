@@ -1,5 +1,6 @@
 """metrics.jsonl: one JSON object per step, readable while the run goes on."""
 
+import errno
 import json
 import math
 import os
@@ -60,9 +61,11 @@ class MetricsLog:
         line = (json.dumps(record) + "\n").encode()
         try:
             if os.write(self._descriptor, line) != len(line):
-                raise OSError("no space for a whole record")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error}") from None
+            raise UserError(
+                f"cannot write {self.path}: {error}; earlier checkpoints are intact: the same command resumes"
+            ) from None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

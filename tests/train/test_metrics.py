@@ -1,5 +1,6 @@
 import json
 import math
+import os
 
 import pytest
 
@@ -88,3 +89,9 @@ def test_unwritable(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
         MetricsLog(tmp_path / "file")
+
+
+def test_a_full_disk_is_an_error_that_says_how_to_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "write", lambda descriptor, line: len(line) // 2)  # as at the end of a disk
+    with MetricsLog(tmp_path) as log, pytest.raises(UserError, match=r"metrics.jsonl.*No space left.*command resumes"):
+        log.write(metrics(1))
