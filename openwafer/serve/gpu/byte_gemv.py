@@ -1,6 +1,6 @@
 """Triton kernel for products of one row with weights of 8 bits; `packed_weight.py` has the layout.
 
-Everything is fp32: a byte becomes a float in two instructions, and all in all there are about five for each weight.
+Everything is fp32: a byte becomes a float in three instructions, and all in all there are about six for each weight.
 That is few enough for weights of a byte. With 4 bits it would be too many for the bytes that are read.
 """
 
@@ -13,26 +13,19 @@ from openwafer.serve.gpu.overlap import fetch_early, wait_for_inputs
 
 
 @triton.jit
-def bytes_of(words, ON_HOPPER: tl.constexpr):
+def bytes_of(words):
     """[n, 32 g] to fp32 [n, g, 4, 8, 4]: each byte less 128, inputs in their order."""
     words = words.reshape([words.shape[0], words.shape[1] // 32, 1, 8, 4])
-    block = tl.arange(0, 4)[None, None, :, None, None]
-    # In the fraction of 2**23, where the lowest bit is 1.
-    if ON_HOPPER:
-        words, selected = tl.broadcast(words, 0x7440 + block)
-        bits = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0x4b000000, $2;", "=r,r,r", [words, selected], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        bits = ((words >> (8 * block)) & 255) | 0x4B000000
+    shift = 8 * tl.arange(0, 4)[None, None, :, None, None]
+    bits = ((words >> shift) & 255) | 0x4B000000  # in the fraction of 2**23, where the lowest bit is 1
     return bits.to(tl.float32, bitcast=True) - 8388736.0
 
 
 @triton.jit
-def byte_sums(words, gains, x, ON_HOPPER: tl.constexpr):
+def byte_sums(words, gains, x):
     """Weights [n, 32 g words] with gains [n, 4 g] times x [1, g, 4, 8, 4]: fp32 [n, g, 4, 8], four inputs in each."""
     gains = gains.to(tl.float32).reshape([words.shape[0], words.shape[1] // 32, 4, 1])
-    return gains * tl.sum(bytes_of(words, ON_HOPPER) * x, 4)
+    return gains * tl.sum(bytes_of(words) * x, 4)
 
 
 @triton.jit
@@ -56,7 +49,6 @@ def byte_gemv_kernel(
     num_outputs,
     gain_stride,
     NUM_INPUTS: tl.constexpr,
-    ON_HOPPER: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADDS: tl.constexpr,
@@ -95,11 +87,11 @@ def byte_gemv_kernel(
         words = inside(quants_ptr + rows[:, None] * (GROUPS * 32) + word, word < GROUPS * 32, EVEN)
         places = block.to(tl.int64) * gain_stride
         gains = inside(gains_ptr + places + rows[:, None], block < GROUPS * 4, EVEN)
-        sums += byte_sums(words, gains, x, ON_HOPPER)
+        sums += byte_sums(words, gains, x)
         if GATED:
             words = inside(quants_ptr + up_rows[:, None] * (GROUPS * 32) + word, word < GROUPS * 32, EVEN)
             gains = inside(gains_ptr + places + up_rows[:, None], block < GROUPS * 4, EVEN)
-            up_sums += byte_sums(words, gains, x, ON_HOPPER)
+            up_sums += byte_sums(words, gains, x)
     y = tl.sum(sums.reshape([BLOCK_N, AT_ONCE * 32]), 1)
     z = tl.sum(up_sums.reshape([BLOCK_N, AT_ONCE * 32]), 1)
     if HAS_NORM:

@@ -49,8 +49,9 @@ class PackedProducts:
             flags |= {"DTYPE": self._kinds[weight.dtype], "SLICES": tile.num_warps}
         else:
             kernel = self._byte_gemv
+            del flags["PAIRS"]
             is_whole = step.num_outputs % tile.num_outputs == 0
-            flags |= {"AT_ONCE": max(1, tile.num_inputs // 128), "IS_WHOLE": is_whole, "ON_HOPPER": flags.pop("PAIRS")}
+            flags |= {"AT_ONCE": max(1, tile.num_inputs // 128), "IS_WHOLE": is_whole}
         kernel[(-(-step.num_outputs // tile.num_outputs),)](
             src,
             gain,
