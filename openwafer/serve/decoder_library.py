@@ -14,7 +14,7 @@ _building = threading.Lock()
 def decoder_library() -> ctypes.CDLL:
     """From the cache if it was built before; NoCompiler where it cannot be."""
     with _building:
-        return compiled("decoder", sorted(_SOURCES.glob("*.c")), ("-flto", "-fno-schedule-insns"))
+        return compiled("decoder", sorted(_SOURCES.glob("*.c")), ("-fno-schedule-insns",))
 
 
 def build_ahead() -> None:

@@ -63,8 +63,9 @@ def open_on_gpu(
     gpus = gpus or Gpus()
     shape, dtype = stored.config, device_dtype(config)
     device = gpus.open(plan.gpu)
-    if config.device_memory is not None or config.num_csx > 1:
-        device.allow(plan.limit)
+    # A model that this process had open before may have left its own limit.
+    is_limited = config.device_memory is not None or config.num_csx > 1
+    device.allow(plan.limit if is_limited else gpus.memory(plan.gpu)[1])
     max_positions = min(shape.max_position_embeddings, plan.num_blocks * BLOCK_SIZE)
     shelf = None
     if plan.flash_layers:

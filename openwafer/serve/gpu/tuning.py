@@ -21,7 +21,7 @@ class Tuning:
     skinny: Tile = field(default_factory=lambda: Tile(num_outputs=32, num_inputs=128, num_warps=4, num_stages=4))
     skinny_rows: int = 16  # more rows go to the library's matrix products
     packed_gemv: Tile = field(default_factory=lambda: Tile(num_outputs=32, num_inputs=256, num_warps=4, num_stages=4))
-    byte_gemv: Tile = field(default_factory=lambda: Tile(num_outputs=32, num_inputs=256, num_warps=4, num_stages=4))
+    byte_gemv: Tile = field(default_factory=lambda: Tile(num_outputs=64, num_inputs=256, num_warps=4, num_stages=3))
     packed_skinny: Tile = field(
         default_factory=lambda: Tile(num_outputs=128, num_inputs=256, num_warps=4, num_stages=3)
     )

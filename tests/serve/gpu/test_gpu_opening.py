@@ -181,3 +181,11 @@ def tiny_tensors(of: GpuRunner) -> Iterator[torch.Tensor]:
 def test_without_a_gpu_that_is_said() -> None:
     with pytest.raises(UserError, match="PyTorch sees no GPU here"):
         open_on_gpus(stored(MODULE), EngineConfig(device="cuda"))
+
+
+def test_the_limit_of_a_model_does_not_outlive_it(open_gpus: Open) -> None:
+    """CUDA keeps the limit of a process until it is given another."""
+    gpus = LateGpus()
+    open_gpus(gpus, device_memory=STREAMED)
+    open_gpus(gpus)
+    assert [device.allowed_bytes for device in gpus.opened] == [STREAMED, 4 << 20]
