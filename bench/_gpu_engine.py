@@ -106,9 +106,12 @@ class Heard:
     counts: list[int]
 
 
+def random_prompts(bench: Bench, num_users: int, num_inputs: int, seed: int) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(0, bench.config.vocab_size, (num_users, num_inputs)).tolist()
+
+
 def ask(bench: Bench, num_users: int, num_inputs: int, num_outputs: int, seed: int) -> tuple[float, list[Heard]]:
     """Requests of random tokens, all at once; when they were sent, and what each heard."""
-    rng = np.random.default_rng(seed)
     heard = [Heard(times=[], counts=[]) for _ in range(num_users)]
     done = threading.Semaphore(0)
 
@@ -122,8 +125,8 @@ def ask(bench: Bench, num_users: int, num_inputs: int, num_outputs: int, seed: i
 
         return on_event
 
-    prompts = rng.integers(0, bench.config.vocab_size, (num_users, num_inputs)).tolist()
     args = bench.args
+    prompts = random_prompts(bench, num_users, num_inputs, seed)
     sampling = Sampling(max_tokens=num_outputs, temperature=args.temperature, top_p=args.top_p, seed=seed)
     began = time.perf_counter()
     for user, prompt_ in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""A server over an engine that computes nothing, for benches of the HTTP side."""
+"""Servers for benches of the HTTP side: over an engine that computes nothing, or over any other."""
 
 import contextlib
 import sys
@@ -92,16 +92,26 @@ def bench_tokenizer() -> Any:
     return Tokenizer(backend, chat_template=template, eos_ids=[257])
 
 
+def word_tokenizer(num_words: int, mark: str) -> Any:
+    """A vocabulary in which every id, also one drawn at random, is a word beginning with `mark`. None of them ends."""
+    import tokenizers
+    from tokenizers import decoders, models
+
+    from openwafer.models.tokenizer import Tokenizer
+
+    start = mark.replace(" ", "\u0120")
+    vocab = {f"{start}{number}": number for number in range(num_words)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend)
+
+
 @contextlib.contextmanager
 def null_server(
     step_s: float = 0.0, model: str | None = None, max_context: int = 1 << 16, **settings: Any
 ) -> Iterator[Any]:
     """An ApiServer on a free port, to be run by the caller; with `model` a real engine instead of the null one."""
-    from openwafer.serve.api.config import ServeConfig
     from openwafer.serve.api.served_model import ServedModel
-    from openwafer.serve.api.server import ApiServer
-    from openwafer.serve.api.service import Service
-    from openwafer.serve.keys import KeyStore
 
     def load() -> ServedModel:
         if model is None:
@@ -113,6 +123,18 @@ def null_server(
         assert tokenizer is not None
         return ServedModel.make(("null",), engine, tokenizer)
 
+    with server_of(load, "null", **settings) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def server_of(load: Callable[[], Any], name: str, **settings: Any) -> Iterator[Any]:
+    """An ApiServer on a free port for the ServedModel that `load` gives, to be run by the caller."""
+    from openwafer.serve.api.config import ServeConfig
+    from openwafer.serve.api.server import ApiServer
+    from openwafer.serve.api.service import Service
+    from openwafer.serve.keys import KeyStore
+
     with tempfile.TemporaryDirectory() as folder:
-        service = Service(ServeConfig(port=0, **settings), KeyStore(Path(folder) / "keys"), ("null",))
+        service = Service(ServeConfig(port=0, **settings), KeyStore(Path(folder) / "keys"), (name,))
         yield ApiServer(service, load)

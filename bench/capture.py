@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from _child import ROOT, child_environment
+
 METHODS = ("ours", "peer", "floor")
 
 
@@ -68,10 +69,7 @@ def _peak_mib() -> float:
 
 def in_new_process(method: str, preset: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--measure", method, "--presets", preset]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True
-    )
+    done = subprocess.run(command, env=child_environment(), stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)
 
 

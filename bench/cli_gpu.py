@@ -7,7 +7,6 @@ needed, and the Python API, which finds its own micro-batch. Needs no network: t
 """
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from _child import ROOT, child_environment
 
 import openwafer as ow
 from openwafer.checkpoint import Checkpoint, latest
@@ -23,7 +23,6 @@ from openwafer.data.prepare import PrepareConfig, prepare
 from openwafer.models.build import build
 from openwafer.models.config import ModelConfig
 
-ROOT = Path(__file__).parents[1]
 PARAMS = """
 model: {{hidden_size: {hidden}, num_hidden_layers: 4, num_heads: 8, vocab_size: 4096, max_position_embeddings: 128,
          dropout: 0.1}}
@@ -43,7 +42,7 @@ class Runs:
             prepare([text], data, PrepareConfig(vocab_size=4096, val_fraction=0.02))
         self.params = folder / "params.yaml"
         self.params.write_text(PARAMS.format(hidden=hidden, data=data.resolve()))
-        self.environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.environment = child_environment(OMP_NUM_THREADS="1")
 
     def train(self, name: str, *flags: str, launcher: tuple[str, ...] = (), status: int = 0) -> str:
         """What it said; ends the bench with that if it ended otherwise than expected."""

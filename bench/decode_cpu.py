@@ -8,18 +8,17 @@ token at the measured read bandwidth.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from _child import child_environment
 
 if TYPE_CHECKING:
     from openwafer.serve.core import Engine
 
-ROOT = Path(__file__).resolve().parent.parent
 TEXT = "The sea was calm that morning, and the old man rowed out past the last buoy to where the water turned dark. "
 
 PEER = """
@@ -135,10 +134,8 @@ class Worker:
     """A process that measures when it is told to."""
 
     def __init__(self, command: list[str]) -> None:
-        env = {"PYTHONPATH": str(ROOT)} if command[0] == sys.executable else {}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | env
-        )
+        env = child_environment() if command[0] == sys.executable else None
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     def do(self, job: dict[str, object]) -> dict[str, Any]:
         assert self._process.stdin is not None

@@ -9,7 +9,6 @@ machine adds to the first only. The target is 10 s on 2 cores.
 
 import argparse
 import json
-import os
 import resource
 import signal
 import socket
@@ -23,9 +22,9 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from openwafer.registry import cache_dir
+from _child import child_environment
 
-ROOT = Path(__file__).resolve().parents[1]
+from openwafer.registry import cache_dir
 
 
 def main() -> None:
@@ -38,7 +37,7 @@ def main() -> None:
         for entry in cache_dir().iterdir():  # all but the kernels
             if entry.name != "kernels":
                 (cache / entry.name).symlink_to(entry)
-        environment = {**os.environ, "OPENWAFER_CACHE": folder, "PYTHONPATH": str(ROOT)}
+        environment = child_environment(OPENWAFER_CACHE=folder)
         report("first start", [measured(lambda: first_token(args.model, environment))])
         report("next start", [measured(lambda: first_token(args.model, environment)) for _ in range(args.repeats)])
     imports = [sys.executable, "-c", "import torch"]

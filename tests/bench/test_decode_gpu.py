@@ -16,7 +16,8 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 def bench(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCH / "decode_gpu.py"), *options]
-    variables = os.environ | {"PYTHONPATH": str(BENCH.parent)} | environment
+    path = os.pathsep.join(filter(None, (str(BENCH.parent), os.environ.get("PYTHONPATH"))))
+    variables = os.environ | {"PYTHONPATH": path} | environment
     return subprocess.run(command, capture_output=True, text=True, env=variables)
 
 
