@@ -78,13 +78,15 @@ JOBS = {"streams": streams, "openai": through_openai}
 
 
 def main() -> None:
+    # With PYTHONUNBUFFERED, `print` loses what a pipe has no room for if uvloop's work interrupts the write.
+    answers = open(sys.stdout.fileno(), "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the process
     for line in sys.stdin:
         job = json.loads(line)
         try:
             answer = JOBS[job.pop("job")](**job)
         except Exception as error:  # noqa: BLE001 - the bench's own process says it
             answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
