@@ -126,7 +126,7 @@ class Lowering:
         self.quantized = self._round_buffers(-(-columns // BLOCK))
 
     def _round_buffers(self, num_blocks: int) -> CRounded:
-        num_rows = -(-self._max_rows // TILE_ROWS) * TILE_ROWS
+        num_rows = -(-self._max_rows // (2 * TILE_ROWS)) * 2 * TILE_ROWS  # amx.c reads two tiles at once
         values = self._keep(torch.zeros(num_rows * num_blocks, BLOCK, dtype=torch.int8))
         scales, sums = (self._keep(torch.zeros(num_rows * num_blocks)) for _ in range(2))
         totals = self._keep(torch.zeros(num_rows * num_blocks, dtype=torch.int32))

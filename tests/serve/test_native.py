@@ -99,12 +99,13 @@ def test_keys_in_half_precision_stay_close(request: pytest.FixtureRequest) -> No
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() == "x86_64", reason="the tests above run what the processor has")
-def test_the_loops_for_avx512_with_its_instructions_emulated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("AMX_INT8",)])
+def test_the_loops_for_avx512_with_its_instructions_emulated(tmp_path: Path, more: tuple[str, ...]) -> None:
     """The tests above, in a process whose kernels are compiled as for such a processor (see avx512/immintrin.h)."""
-    has = [f"-D__{name}__" for name in ("AVX2", "F16C", "AVX512F", "AVX512BW", "AVX512VNNI")]
+    has = [f"-D__{name}__" for name in ("AVX2", "F16C", "AVX512F", "AVX512BW", "AVX512VNNI", *more)]
     flags = [f"-I{Path(__file__).parent / 'avx512'}", "-U__ARM_NEON", "-U__ARM_FEATURE_DOTPROD", *has]
     compiler = tmp_path / "cc"  # little optimisation: compiling the emulation takes longer than running it
-    compiler.write_text(f'#!/bin/sh\nexec cc {" ".join(flags)} "$@" -O1 -fno-lto\n')
+    compiler.write_text(f'#!/bin/sh\nexec cc {" ".join(flags)} "$@" -O1\n')
     compiler.chmod(0o755)
     environment = {**os.environ, "CC": str(compiler), "OPENWAFER_CACHE": str(tmp_path)}
     which = "(packed_weights or same_bits) and odd"

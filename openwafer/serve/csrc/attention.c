@@ -7,7 +7,9 @@
 #include "decoder.h"
 #include <math.h>
 
-#define QUERIES 4 /* at once: their 4 x 16 sums fill half of NEON's registers */
+/* At once: their 4 x 16 sums fill half of NEON's registers. One vector of 16 needs 8 of them to keep two units busy. */
+#define QUERIES (LANES == 16 ? 8 : 4)
+INLINE int at_once(int left) { return left >= QUERIES ? QUERIES : left > 4 ? 4 : left; }
 
 INLINE int64_t page_index(const program *p, const batch *in, int layer, int is_value, int sequence, int page, int head)
 {
@@ -71,18 +73,18 @@ void store_row(const program *p, const operation *op, const batch *in, int row)
 INLINE void page_scores(const int N, const float *keys, int size, const float *const *q, float scale, float *const *out)
 {
     vf sum[QUERIES][VECTORS];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) sum[n][v] = splat(0);
     for (int i = 0; i < size; i++) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++)
                 sum[n][v] = FMA(splat(q[n][i]), load(keys + i * PAGE + v * LANES), sum[n][v]);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) store(out[n] + v * LANES, sum[n][v] * splat(scale));
@@ -93,18 +95,18 @@ INLINE void page_sums(const int N, const int WIDTH, const float *values, int siz
                       const float *const *weights, float *const *out)
 {
     vf sum[QUERIES][WIDTH];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++) sum[n][v] = load(out[n] + v * LANES);
     for (int t = 0; t < count; t++) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
             for (int v = 0; v < WIDTH; v++)
                 sum[n][v] = FMA(splat(weights[n][t]), load(values + t * size + v * LANES), sum[n][v]);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++) store(out[n] + v * LANES, sum[n][v]);
@@ -116,7 +118,8 @@ static void sums_of(const int N, const float *values, int size, int count, const
     float *at[QUERIES];
     for (; d + GROUP <= size; d += GROUP) {
         for (int n = 0; n < N; n++) at[n] = out[n] + d;
-        if (N == 4) page_sums(4, VECTORS, values + d, size, count, weights, at);
+        if (QUERIES == 8 && N == 8) page_sums(8, VECTORS, values + d, size, count, weights, at);
+        else if (N == 4) page_sums(4, VECTORS, values + d, size, count, weights, at);
         else if (N == 3) page_sums(3, VECTORS, values + d, size, count, weights, at);
         else if (N == 2) page_sums(2, VECTORS, values + d, size, count, weights, at);
         else page_sums(1, VECTORS, values + d, size, count, weights, at);
@@ -129,7 +132,8 @@ static void sums_of(const int N, const float *values, int size, int count, const
 
 static void scores_of(const int N, const float *keys, int size, const float *const *q, float scale, float *const *out)
 {
-    if (N == 4) page_scores(4, keys, size, q, scale, out);
+    if (QUERIES == 8 && N == 8) page_scores(8, keys, size, q, scale, out);
+    else if (N == 4) page_scores(4, keys, size, q, scale, out);
     else if (N == 3) page_scores(3, keys, size, q, scale, out);
     else if (N == 2) page_scores(2, keys, size, q, scale, out);
     else page_scores(1, keys, size, q, scale, out);
@@ -141,13 +145,8 @@ static float softmax_of(float *scores, int first, int visible, int position, int
     for (int i = 0; i < visible - first; i++) scores[i] = -INFINITY;
     for (int i = position - first + 1; i < padded; i++) scores[i] = -INFINITY;
     vf most = splat(-INFINITY);
-    for (int i = 0; i < padded; i += LANES) {
-        vf x = load(scores + i);
-        vi more = x > most;
-        most = (vf)(((vi)x & more) | ((vi)most & ~more));
-    }
-    float largest = -INFINITY;
-    for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+    for (int i = 0; i < padded; i += LANES) most = larger(load(scores + i), most);
+    const float largest = largest_of(most);
     vf sum[VECTORS] = { 0 };
     for (int i = 0; i < padded; i += PAGE)
         for (int v = 0; v < VECTORS; v++) {
@@ -177,9 +176,9 @@ static void attend_rows(const program *p, const operation *op, const batch *in, 
     }
     for (int start = first; start <= last; start += PAGE) {
         const float *keys = page_values(p, page_index(p, in, op->layer, 0, sequence, start / PAGE, head), page);
-        for (int k = 0; k < num_queries; k += QUERIES) {
+        for (int k = 0, n; k < num_queries; k += n) {
             float *at[QUERIES];
-            int n = num_queries - k < QUERIES ? num_queries - k : QUERIES;
+            n = at_once(num_queries - k);
             for (int i = 0; i < n; i++) at[i] = weights[k + i] + start - first;
             scores_of(n, keys, size, q + k, op->scale, at);
         }
@@ -195,9 +194,9 @@ static void attend_rows(const program *p, const operation *op, const batch *in, 
         const float *values = page_values(p, page_index(p, in, op->layer, 1, sequence, start / PAGE, head), page);
         /* What lies after the last row was never written. */
         int tokens = last - start < PAGE - 1 ? last - start + 1 : PAGE;
-        for (int k = 0; k < num_queries; k += QUERIES) {
+        for (int k = 0, n; k < num_queries; k += n) {
             const float *at[QUERIES];
-            int n = num_queries - k < QUERIES ? num_queries - k : QUERIES;
+            n = at_once(num_queries - k);
             for (int i = 0; i < n; i++) at[i] = weights[k + i] + start - first;
             sums_of(n, values, size, tokens, at, out + k);
         }

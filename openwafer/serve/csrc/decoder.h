@@ -116,6 +116,22 @@ INLINE float sum_lanes(const vf *v, int count)
     return total;
 }
 
+/* Lane by lane; `than` where x is no number. */
+INLINE vf larger(vf x, vf than)
+{
+    vi is_larger = x > than;
+    return (vf)(((vi)x & is_larger) | ((vi)than & ~is_larger));
+}
+
+INLINE float largest_of(vf x)
+{
+    float lanes[LANES];
+    store(lanes, x);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] = lanes[i + half] > lanes[i] ? lanes[i + half] : lanes[i];
+    return lanes[0];
+}
+
 /* e**x to about 1e-7 relative; 0 below -87. */
 INLINE vf exp_of(vf x)
 {

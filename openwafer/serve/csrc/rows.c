@@ -117,12 +117,9 @@ void quantize(const rounded *out, int row, const float *x, int first, int count)
             memcpy(padded, block, (size_t)(count - k) * 4);
             block = padded;
         }
-        float largest = 0;
-        for (int i = 0; i < BLOCK; i++) {
-            float size = fabsf(block[i]);
-            largest = size > largest ? size : largest;
-        }
-        float scale = largest / 127.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
+        vf most = splat(0);
+        for (int i = 0; i < BLOCK; i += LANES) most = larger((vf)((vi)load(block + i) & 0x7fffffff), most);
+        float scale = largest_of(most) / 127.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
         int64_t at = rounded_at(out, row, (first + k) / BLOCK);
         int8_t *q = out->values + at * BLOCK;
         int total = 0;

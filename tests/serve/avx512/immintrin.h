@@ -1,4 +1,4 @@
-/* The AVX-512 intrinsics that our kernels use, in C, for machines that lack them: as the processor's manual defines
+/* The AVX-512 and AMX intrinsics that our kernels use, in C, for machines that lack them: as the processor's manual defines
  * them, so that tests of the kernels say something about x86 wherever they run. Stands in for the compiler's own. */
 #ifndef EMULATED_AVX512_H
 #define EMULATED_AVX512_H
@@ -91,5 +91,56 @@ EMULATED __m512 _mm512_cvtepi32_ps(__m512i a)
     for (int i = 0; i < 16; i++) out[i] = (float)in.s32[i];
     return out;
 }
+
+EMULATED void _mm512_storeu_si512(void *p, __m512i a) { memcpy(p, &a, sizeof a); }
+
+/* Tiles, with the shapes that the thread has set; what does not fit them ends the process. */
+typedef struct { uint8_t palette, start, zero[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } tile_shapes;
+static __thread tile_shapes emulated_shapes;
+static __thread union { int8_t s8[16][64]; uint8_t u8[16][64]; int32_t s32[16][16]; } emulated_tiles[8];
+
+EMULATED void _tile_loadconfig(const void *shapes)
+{
+    memcpy(&emulated_shapes, shapes, 64);
+    if (emulated_shapes.palette != 1) __builtin_trap();
+    memset(emulated_tiles, 0, sizeof emulated_tiles);
+}
+
+EMULATED void _tile_release(void) { memset(&emulated_shapes, 0, sizeof emulated_shapes); }
+
+EMULATED void _tile_zero(int tile)
+{
+    if (!emulated_shapes.rows[tile]) __builtin_trap();
+    memset(&emulated_tiles[tile], 0, sizeof emulated_tiles[tile]);
+}
+
+EMULATED void _tile_loadd(int tile, const void *base, int64_t stride)
+{
+    _tile_zero(tile);
+    for (int r = 0; r < emulated_shapes.rows[tile]; r++)
+        memcpy(emulated_tiles[tile].s8[r], (const char *)base + r * stride, emulated_shapes.row_bytes[tile]);
+}
+
+EMULATED void _tile_stored(int tile, void *base, int64_t stride)
+{
+    for (int r = 0; r < emulated_shapes.rows[tile]; r++)
+        memcpy((char *)base + r * stride, emulated_tiles[tile].s8[r], emulated_shapes.row_bytes[tile]);
+}
+
+EMULATED void emulated_products(int to, int a, int b, int is_unsigned)
+{
+    const tile_shapes *s = &emulated_shapes;
+    if (s->rows[to] != s->rows[a] || s->row_bytes[to] != s->row_bytes[b] || s->row_bytes[a] != 4 * s->rows[b])
+        __builtin_trap();
+    for (int m = 0; m < s->rows[to]; m++)
+        for (int k = 0; k < s->rows[b]; k++)
+            for (int n = 0; n < s->row_bytes[to]; n++) {
+                int weight = is_unsigned ? emulated_tiles[b].u8[k][n] : emulated_tiles[b].s8[k][n];
+                emulated_tiles[to].s32[m][n / 4] += emulated_tiles[a].s8[m][4 * k + n % 4] * weight;
+            }
+}
+
+EMULATED void _tile_dpbssd(int to, int a, int b) { emulated_products(to, a, b, 0); }
+EMULATED void _tile_dpbsud(int to, int a, int b) { emulated_products(to, a, b, 1); }
 
 #endif
