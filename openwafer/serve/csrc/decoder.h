@@ -125,11 +125,15 @@ INLINE vf larger(vf x, vf than)
 
 INLINE float largest_of(vf x)
 {
-    float lanes[LANES];
-    store(lanes, x);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] = lanes[i + half] > lanes[i] ? lanes[i + half] : lanes[i];
-    return lanes[0];
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#elif defined(__ARM_NEON)
+    return vmaxvq_f32((float32x4_t)x);
+#else
+    float largest = x[0];
+    for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+#endif
 }
 
 /* e**x to about 1e-7 relative; 0 below -87. */

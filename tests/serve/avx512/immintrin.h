@@ -92,6 +92,13 @@ EMULATED __m512 _mm512_cvtepi32_ps(__m512i a)
     return out;
 }
 
+EMULATED float _mm512_reduce_max_ps(__m512 a)
+{
+    float largest = a[0];
+    for (int i = 1; i < 16; i++) largest = a[i] > largest ? a[i] : largest;
+    return largest;
+}
+
 EMULATED void _mm512_storeu_si512(void *p, __m512i a) { memcpy(p, &a, sizeof a); }
 
 /* Tiles, with the shapes that the thread has set; what does not fit them ends the process. */
