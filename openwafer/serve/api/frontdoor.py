@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from openwafer.serve.api.body import Disconnected
+from openwafer.serve.api.body import Disconnected, Receive
 from openwafer.serve.api.errors import ApiError
 from openwafer.serve.api.limits import NOBODY, Client
 from openwafer.serve.api.wire import to_json
@@ -31,11 +31,13 @@ _SECURITY = [
 
 
 class FrontDoor:
-    """The outermost ASGI layer. `is_allowed_host` guards a server without keys against other sites' scripts."""
+    """The outermost ASGI layer. `admit` is given the Host header, the path and the body to come, and raises an
+    ApiError for whom it sends away.
+    """
 
-    def __init__(self, app: App, is_allowed_host: Callable[[str], bool]) -> None:
+    def __init__(self, app: App, admit: Callable[[str, str, Receive], Awaitable[None]]) -> None:
         self._app = app
-        self._is_allowed_host = is_allowed_host
+        self._admit = admit
 
     async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,8 +46,7 @@ class FrontDoor:
         visit = _Visit(scope, send)
         scope["openwafer.visit"] = visit
         try:
-            if not self._is_allowed_host(visit.header(b"host").decode("latin-1")):
-                raise ApiError(403, "this server has no API keys and answers to localhost only: see openwafer keys")
+            await self._admit(visit.header(b"host").decode("latin-1"), scope["path"], receive)
             await self._app(scope, receive, visit.send)
         except Disconnected:
             visit.status = visit.status or 499

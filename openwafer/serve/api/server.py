@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import math
 import resource
 import socket
 import threading
@@ -82,8 +81,8 @@ class ApiServer(uvicorn.Server):
                 server_header=False,
                 backlog=_BACKLOG,
                 timeout_keep_alive=60,
-                # A little after the engine has told those that are still waiting (see `shutdown`).
-                timeout_graceful_shutdown=math.ceil(config.shutdown_timeout_s) + 5,
+                # For those whom the engine has told that it is over (see `shutdown`) to hear it.
+                timeout_graceful_shutdown=5,
             )
         )
 
@@ -136,23 +135,32 @@ class ApiServer(uvicorn.Server):
         if self.service.state != "failed":
             self.service.state = "stopping"
             log.info("stopping", extra={"fields": {"requests_to_finish": self._num_unfinished()}})
-        deadline = asyncio.create_task(self._close_engine_after(self.service.config.shutdown_timeout_s))
+        await self._finish_requests(self.service.config.shutdown_timeout_s)
+        # Whoever is still waiting gets an error that says why, and is hung up on if the engine does not say it.
+        closing = asyncio.create_task(self._close_engine())
         await super().shutdown(sockets)
-        deadline.cancel()
-        await self._close_engine_after(0)
+        await closing
         await self.service.stop()
+
+    async def _close_engine(self) -> None:
+        if self.service.served is not None:
+            await asyncio.to_thread(self.service.served.engine.close)
+
+    async def _finish_requests(self, timeout_s: float) -> None:
+        """Wait for the requests that are running now. Others are still let in, to be told that we are stopping:
+        a refused connection would look like a crash.
+        """
+        deadline = time.monotonic() + timeout_s
+        running = set(self.server_state.tasks)
+        while running and not self.force_exit and (left_s := deadline - time.monotonic()) > 0:
+            _, running = await asyncio.wait(running, timeout=min(left_s, 0.1))
+            await super().on_tick(0)  # the date in headers
 
     def _num_unfinished(self) -> int:
         if self.service.served is None:
             return 0
         stats = self.service.served.engine.stats()
         return stats.num_running + stats.num_waiting
-
-    async def _close_engine_after(self, seconds: float) -> None:
-        """Whoever is still waiting then gets an error that says why."""
-        await asyncio.sleep(seconds)
-        if self.service.served is not None:
-            await asyncio.to_thread(self.service.served.engine.close)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
