@@ -89,7 +89,7 @@ async def _parsed(service: Service, request: Request, model: type[M]) -> tuple[M
     body = await read_body(
         request.receive, request.headers, service.config.max_body_size, service.config.body_timeout_s
     )
-    return parse_body(model, body), len(body)
+    return await _call(len(body), parse_body, model, body), len(body)
 
 
 async def _call(size: int, function: Any, *args: Any) -> Any:

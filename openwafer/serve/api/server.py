@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from openwafer.errors import UserError
 from openwafer.serve.api.app import make_app
+from openwafer.serve.api.frontdoor import not_http
 from openwafer.serve.api.served_model import ServedModel
 from openwafer.serve.api.service import Service
 
@@ -25,9 +26,13 @@ _BACKLOG = 4096
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with two things it lacks: a limit on how long headers take, and a way to hang up."""
+    """uvicorn's protocol with what it lacks: limits on the size and time of headers, a way to hang up, and our own
+    answer to what is not HTTP.
+    """
 
     header_timeout_s = 30.0
+    max_header_bytes = 64 << 10  # after the piece with their beginning
+    _num_header_bytes: int | None = None  # None: a body, or nothing
     _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -38,12 +43,25 @@ class _Protocol(HttpToolsProtocol):
         if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
             # The first bytes of the next request on this connection.
             self._header_timer = self.loop.call_later(self.header_timeout_s, self._hang_up)
+        if self._num_header_bytes is not None:
+            self._num_header_bytes += len(data)
         super().data_received(data)
+        if (self._num_header_bytes or 0) > self.max_header_bytes:
+            self._hang_up()
+
+    def on_message_begin(self) -> None:
+        self._num_header_bytes = 0
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        self._num_header_bytes = None
         self._stop_timer()
         self.scope["openwafer.transport"] = self.transport  # pyright: ignore[reportGeneralTypeIssues]
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self.transport.write(not_http())
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -55,7 +73,7 @@ class _Protocol(HttpToolsProtocol):
             self._header_timer = None
 
     def _hang_up(self) -> None:
-        self._header_timer = None
+        self._stop_timer()
         self.transport.abort()
 
 
