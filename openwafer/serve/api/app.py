@@ -107,7 +107,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         # A grammar may take long to compile, however short the request.
         is_slow = any(getattr(body, name, None) is not None for name in ("response_format", "tools"))
         planned = await _call(_SMALL_BODY + 1 if is_slow else size, plan, served, body, unique_id, client.id)
-        job = job_class(service, served, client, body, unique_id)
+        job = job_class(service, served, client, body, unique_id, request.headers.get("user-agent", ""))
         job.start(planned)
         if body.stream:  # pyright: ignore[reportAttributeAccessIssue]
             return await job.first(request.receive)
