@@ -32,6 +32,7 @@ M = TypeVar("M", bound=BaseModel)
 WEB = Path(__file__).parent.parent / "web"
 # Rendering and encoding a prompt of this many bytes takes about a millisecond; longer ones go to a thread.
 _SMALL_BODY = 4096
+_SMALL_JSON = 64 << 10  # the same for parsing and checking alone
 _STATUS = ("/health", "/metrics")  # can be asked to the very end
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -89,7 +90,8 @@ async def _parsed(service: Service, request: Request, model: type[M]) -> tuple[M
     body = await read_body(
         request.receive, request.headers, service.config.max_body_size, service.config.body_timeout_s
     )
-    return await _call(len(body), parse_body, model, body), len(body)
+    parsed = parse_body(model, body) if len(body) <= _SMALL_JSON else await asyncio.to_thread(parse_body, model, body)
+    return parsed, len(body)
 
 
 async def _call(size: int, function: Any, *args: Any) -> Any:
