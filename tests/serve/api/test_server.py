@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -104,3 +105,17 @@ def test_requests_that_keep_coming_do_not_keep_the_server(tmp_path: Path) -> Non
         assert [line for line in lines if line][-1] == "data: [DONE]"
         assert idle.recv(1) == b""
         idle.close()
+
+
+def test_a_second_interrupt_ends_all_at_once(tmp_path: Path) -> None:
+    with stopping(tmp_path, num_tokens=3000) as (server, lines):
+        address = server.server.address
+        server.engine.is_hung = False
+        began = time.monotonic()
+        server.server.handle_exit(signal.SIGINT, None)
+        with contextlib.suppress(httpx.TransportError):
+            assert "stopping" in "".join(lines)
+        deadline = began + 20  # the answer would take a minute, and could have half of it
+        while not _is_refused(address):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
