@@ -146,6 +146,9 @@ def users(front: Front, num_users: int, journal: Journal) -> None:
             total = num_users * args.outputs / (max(mine.times[-1] for mine in heard) - began)
             for kind, rate in (("decode", decode_rate(heard)), ("total", total)):
                 best[f"{way}_{kind}"] = max(best.get(f"{way}_{kind}", 0.0), rate)
+    journal.note(**{f"users_{num_users}_{name}_tokens_per_s": rate for name, rate in best.items()})
+    if not best["engine_decode"]:
+        raise RuntimeError(f"{num_users} users are never all decoding: more --outputs or --step_tokens are needed")
     lost = {kind: 100 * (1 - best[f"http_{kind}"] / best[f"engine_{kind}"]) for kind in ("decode", "total")}
     print(
         f"{num_users} users: decoding {best['engine_decode']:.1f} tokens/s alone, {best['http_decode']:.1f} through "
@@ -153,12 +156,26 @@ def users(front: Front, num_users: int, journal: Journal) -> None:
         f"{best['engine_total']:.1f} and {best['http_total']:.1f} ({lost['total']:+.1f} %)",
         flush=True,
     )
-    journal.note(**{f"users_{num_users}_{name}_tokens_per_s": rate for name, rate in best.items()})
+    if "switching_decode" in best:
+        print(
+            f"{num_users} users, threads switch every {args.switch_ms:g} ms: decoding {best['switching_decode']:.1f} "
+            f"tokens/s through HTTP, end to end {best['switching_total']:.1f}",
+            flush=True,
+        )
     journal.note(**{f"users_{num_users}_{kind}_lost_percent": share for kind, share in lost.items()})
 
 
-def _ways(front: Front) -> tuple[tuple[str, Callable[[int, int, int, int], tuple[float, list[Heard]]]], ...]:
-    return ("engine", lambda *what: ask(front.bench, *what)), ("http", front.ask)
+def _ways(front: Front) -> list[tuple[str, Callable[[int, int, int, int], tuple[float, list[Heard]]]]]:
+    def switching(*what: int) -> tuple[float, list[Heard]]:
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(front.bench.args.switch_ms / 1e3)
+        try:
+            return front.ask(*what)
+        finally:
+            sys.setswitchinterval(before)
+
+    ways = [("engine", lambda *what: ask(front.bench, *what)), ("http", front.ask)]
+    return [*ways, ("switching", switching)] if front.bench.args.switch_ms else ways
 
 
 def first_token(front: Front, journal: Journal) -> None:
@@ -236,6 +253,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--step_tokens", type=int, default=2048, help="tokens computed in one step at most")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--clients", type=int, default=4, help="processes that the users are shared among")
+    parser.add_argument(
+        "--switch_ms", type=float, help="also through HTTP with Python's threads switching so often (its own is 5 ms)"
+    )
     parser.add_argument("--quick", action="store_true", help="record graphs for these numbers of users only")
     parser.add_argument("--out", help="append the numbers to this file, a line of JSON each")
     # What else `Bench.opened` and `ask` look at.

@@ -16,7 +16,8 @@ def test_all_parts_on_a_tiny_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     from _journal import read_journal  # pyright: ignore[reportMissingImports]
 
     out = tmp_path / "out.jsonl"
-    command = [sys.executable, str(BENCH / "http_gpu.py"), "--device", "cpu", "--tiny", "--out", str(out)]
+    command = [sys.executable, str(BENCH / "http_gpu.py"), "--device", "cpu", "--tiny", "--switch_ms", "1"]
+    command += ["--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, env=child_environment(TRITON_INTERPRET="0"))
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_journal(out)
@@ -28,9 +29,10 @@ def test_all_parts_on_a_tiny_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert served == pytest.approx(alone * (1 - lost / 100))
     assert found["http_first_token_s"] > 0
     assert found["health"] == "ok"
-    # One and four users, once to warm up and once measured; two prompts of one token; the real client.
-    assert found["http_requests"] == 2 * (1 + 4) + 2 + 1
-    assert found["http_tokens"] == (1 + 4) * (8 + 12) + 2 + 12
+    assert found["users_4_switching_decode_tokens_per_s"] > 0
+    # Two ways: one and four users, once to warm up and once measured, and two prompts of one token. The real client.
+    assert found["http_requests"] == 2 * (2 * (1 + 4) + 2) + 1
+    assert found["http_tokens"] == 2 * ((1 + 4) * (8 + 12) + 2) + 12
     assert found["openai_client"] is not None
 
 

@@ -102,24 +102,36 @@ def test_serves_and_stops_after_the_answer(serving: Process):
         assert http.post("/v1/chat/completions", json={**PROMPT, "max_tokens": 901}).status_code == 400
         _same_alone_and_in_company(http)
         # Long enough: the server looks ten times a second whether it shall stop.
-        long = {**PROMPT, "stream": True, "max_tokens": 850, "logit_bias": {str(EOS): -100}}
+        long = {**PROMPT, "n": 8, "stream": True, "max_tokens": 850, "logit_bias": {str(EOS): -100}}
         with http.stream("POST", "/v1/chat/completions", json=long) as response:
             lines = response.iter_lines()
             next(lines)
             serving.process.send_signal(signal.SIGTERM)
+            _is_told_that_it_stops(http)
             rest = [line for line in lines if line]
-    # The answer that was being written is whole, and the end counts as success.
+    # The answers that were being written are whole, and the end counts as success.
     assert rest[-1] == "data: [DONE]"
     last = json.loads(rest[-2].removeprefix("data: "))
     assert last["choices"][0]["finish_reason"] == "length"
-    assert last["usage"]["completion_tokens"] == 850
+    assert last["usage"]["completion_tokens"] == 8 * 850
     _, said = serving.process.communicate(timeout=120)
     assert serving.process.returncode == 0
-    assert '"message": "stopping", "requests_to_finish": 1' in said
+    assert '"message": "stopping", "requests_to_finish": 8' in said
     store = KeyStore(serving.keys)
     (row,) = store.usage()
     store.close()
     assert (row.key_id, row.model, row.requests) == ("local", "tiny", 12)
+
+
+def _is_told_that_it_stops(http: httpx.Client) -> None:
+    """Whoever comes while the last answers are written."""
+    deadline = time.monotonic() + 60
+    while (health := http.get("/health").json())["status"] == "ok":
+        assert time.monotonic() < deadline
+    assert health["status"] == "stopping"
+    refused = http.post("/v1/chat/completions", json=PROMPT)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+    assert refused.headers["retry-after"] == "5"
 
 
 def test_two_processes_answer_as_one_and_the_loss_of_one_ends_the_server(tiny: Path, tmp_path: Path) -> None:

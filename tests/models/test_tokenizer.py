@@ -1,6 +1,8 @@
 """Tokenizers from folders, JSON files and GGUF metadata; chat templates; streaming."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,20 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 257]}))
     return tmp_path
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded_and_decoded():
+    tokenizer = Tokenizer(_backend())
+    text, ids = "one two, " * 40_000, []
+    for work in (lambda: ids.extend(tokenizer.encode(text)), lambda: ids.append(tokenizer.decode(ids))):
+        thread, num_turns = threading.Thread(target=work), 0
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0.002)
+            num_turns += 1
+        assert num_turns > 10
+    assert ids.pop() == text
+    assert ids == tokenizer.backend.encode(text).ids
 
 
 def test_folder(folder: Path):

@@ -96,13 +96,17 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, engine: ScriptEngine | None = None, gate: threading.Event | None = None, **settings: Any
+    folder: Path,
+    engine: ScriptEngine | None = None,
+    gate: threading.Event | None = None,
+    tool_call_parser: str = "auto",
+    **settings: Any,
 ) -> Iterator[Running]:
     """Serve until the block ends; loading the model takes until `gate` is set."""
     engine = engine or ScriptEngine(said, vocab_size=TOKENIZER.vocab_size)
     store = KeyStore(folder / "keys.sqlite")
     service = Service(ServeConfig(port=0, **settings), store, ("script", "org/script"))
-    served = ServedModel.make(("script", "org/script"), engine, TOKENIZER)
+    served = ServedModel.make(("script", "org/script"), engine, TOKENIZER, tool_call_parser=tool_call_parser)
 
     def load() -> ServedModel:
         if gate is not None:

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -95,14 +96,43 @@ def test_chat(page: Page, site: Running):
     assert page.js("document.querySelectorAll('.turn').length") == 0
 
 
-def test_chat_stop(page: Page, site: Running):
+def test_chat_follows_the_answer_on_a_phone(page: Page, site: Running):
+    """However long the conversation is, and whatever is wide in it."""
+    page.resize(360, 700)
+    page.open(site.url + "/")
+    page.wait("document.querySelector('#model option')")
+    at_end = "(e => e.scrollHeight - e.scrollTop - e.clientHeight < 80)(document.scrollingElement)"
+    wide = f"| {'a' * 60} | {'b' * 60} |\n|---|---|\n| 1 | 2 |\n\n```\n{'c' * 200}\n```\n\n{'d' * 200}"
+    for num_turns, text in ((2, wide), (4, "line\n\n" * 60)):
+        ask(page, f"SAY<<{text}>>END")
+        page.wait(f"document.querySelectorAll('.turn').length === {num_turns}")
+        assert page.js(at_end)
+        page.wait("document.querySelector('#send').innerText === 'Send'")
+        assert page.js(at_end)
+        assert page.js("document.documentElement.scrollWidth") == 360
+    page.click("#new")
+
+
+def test_chat_says_that_an_answer_was_cut_off(page: Page, site: Running):
+    page.open(site.url + "/")
+    page.wait("document.querySelector('#model option')")
+    chunk = 'data: {"choices": [{"index": 0, "delta": {"content": "half"}}]}\\n\\n'
+    page.js(f"window.fetch = async () => new Response('{chunk}')")
+    ask(page, "hi")
+    page.wait("/connection was lost/.test(document.querySelector('.turn .error')?.innerText)")
+    assert page.text(".turn.assistant .said") == "half"
+    page.click("#new")
+
+
+@pytest.mark.parametrize("stop", [lambda page: page.press("Escape"), lambda page: page.click("#send")])
+def test_chat_stop(page: Page, site: Running, stop: Callable[[Page], None]):
     page.open(site.url + "/")
     page.wait("document.querySelector('#model option')")
     site.engine.step_s = 0.01
     try:
         ask(page, f"SAY<<{'word ' * 500}>>END")
         page.wait("/tokens\\/s/.test(document.querySelector('.writing .speed')?.innerText)")
-        page.press("Escape")
+        stop(page)
         page.wait("/stopped/.test(document.querySelector('.turn:last-child .speed').innerText)")
         site.wait_idle()
         text = page.text(".turn.assistant .said")
@@ -117,6 +147,9 @@ def test_playground(page: Page, site: Running, capsys: pytest.CaptureFixture[str
     page.open(site.url + "/playground")
     page.wait("document.querySelector('#model option')")
     page.write(".line:last-child textarea", 'SAY<<{"name": "Ada", "age": 36}>>END')
+    page.js("document.querySelector('.line select').value = 'assistant'")
+    page.write(".line textarea", "It's so.")
+    page.write("#top_p", "0.9")
     page.write("#seed", "7")
     page.write("#stop", "zzz\nyyy")
     page.js(
@@ -129,9 +162,15 @@ def test_playground(page: Page, site: Running, capsys: pytest.CaptureFixture[str
     for word in ("Queue", "Prompt", "Completion", "tokens/s", "ended: stop"):
         assert word in timings
     drawn = site.engine.submitted[-1].sampling
-    assert (drawn.seed, drawn.temperature, drawn.max_tokens) == (7, 0.7, 256)
+    assert (drawn.seed, drawn.temperature, drawn.top_p, drawn.max_tokens) == (7, 0.7, 0.9, 256)
+    prompt = TOKENIZER.decode(site.engine.submitted[-1].prompt, skip_special=False)
+    assert prompt.startswith("<|im_start|>assistant\nIt's so.<|im_end|>\n<|im_start|>user\n")
     # The code that it shows runs as it is.
     page.click("#code")
+    if shutil.which("curl") is not None:
+        done = subprocess.run(["bash", "-c", page.text("#code-body code")], capture_output=True, text=True)
+        assert json.loads(json.loads(done.stdout)["choices"][0]["message"]["content"]) == {"name": "Ada", "age": 36}
+        assert site.engine.submitted[-1].prompt == site.engine.submitted[-2].prompt
     assert f"curl {site.url}/v1/chat/completions" in page.text("#code-body code")
     page.click("[data-tab=python]")
     exec(compile(page.text("#code-body code"), "snippet", "exec"), {})

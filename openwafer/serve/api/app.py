@@ -15,11 +15,11 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from openwafer.errors import UserError
-from openwafer.serve.api.body import parse_body, read_body
+from openwafer.serve.api.body import Receive, parse_body, read_body, skip_body
 from openwafer.serve.api.chat import ChatJob, plan_chat
 from openwafer.serve.api.completions import CompletionJob, plan_completion
 from openwafer.serve.api.conversation import render
-from openwafer.serve.api.errors import ApiError
+from openwafer.serve.api.errors import ApiError, stopping
 from openwafer.serve.api.frontdoor import FrontDoor
 from openwafer.serve.api.limits import Client
 from openwafer.serve.api.openapi import describe
@@ -32,6 +32,8 @@ M = TypeVar("M", bound=BaseModel)
 WEB = Path(__file__).parent.parent / "web"
 # Rendering and encoding a prompt of this many bytes takes about a millisecond; longer ones go to a thread.
 _SMALL_BODY = 4096
+_SMALL_JSON = 64 << 10  # the same for parsing and checking alone
+_STATUS = ("/health", "/metrics")  # can be asked to the very end
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -49,7 +51,15 @@ def make_app(service: Service) -> FrontDoor:
     app.add_exception_handler(StarletteHTTPException, _http_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _our_fault)
-    return FrontDoor(app, lambda host: service.needs_key or _is_local(host))
+    return FrontDoor(app, lambda host, path, receive: _admit(service, host, path, receive))
+
+
+async def _admit(service: Service, host: str, path: str, receive: Receive) -> None:
+    if not service.needs_key and not _is_local(host):
+        raise ApiError(403, "this server has no API keys and answers to localhost only: see openwafer keys")
+    if service.state == "stopping" and path not in _STATUS:
+        await skip_body(receive, service.config.body_timeout_s)
+        raise stopping()
 
 
 def _is_local(host: str) -> bool:
@@ -80,7 +90,8 @@ async def _parsed(service: Service, request: Request, model: type[M]) -> tuple[M
     body = await read_body(
         request.receive, request.headers, service.config.max_body_size, service.config.body_timeout_s
     )
-    return parse_body(model, body), len(body)
+    parsed = parse_body(model, body) if len(body) <= _SMALL_JSON else await asyncio.to_thread(parse_body, model, body)
+    return parsed, len(body)
 
 
 async def _call(size: int, function: Any, *args: Any) -> Any:
@@ -98,7 +109,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         # A grammar may take long to compile, however short the request.
         is_slow = any(getattr(body, name, None) is not None for name in ("response_format", "tools"))
         planned = await _call(_SMALL_BODY + 1 if is_slow else size, plan, served, body, unique_id, client.id)
-        job = job_class(service, served, client, body, unique_id)
+        job = job_class(service, served, client, body, unique_id, request.headers.get("user-agent", ""))
         job.start(planned)
         if body.stream:  # pyright: ignore[reportAttributeAccessIssue]
             return await job.first(request.receive)

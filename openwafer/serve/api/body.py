@@ -1,6 +1,7 @@
 """The body of a request: read within limits of size and time, unpacked, parsed, and checked."""
 
 import asyncio
+import contextlib
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
@@ -53,6 +54,16 @@ async def _collect(receive: Receive, max_bytes: int) -> bytes:
         pieces.append(piece)
         if not message.get("more_body", False):
             return b"".join(pieces)
+
+
+async def skip_body(receive: Receive, timeout_s: float) -> None:
+    """Read what nobody wants: a client that is hung up on while it still sends does not see our answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while (message := await receive()).get("more_body", False):
+                pass
+            if message["type"] == "http.disconnect":
+                raise Disconnected
 
 
 def _unzip(body: bytes, max_bytes: int) -> bytes:

@@ -154,6 +154,13 @@ class ChatJob(Job[ChatRequest]):
     kind = "chat.completion"
     prefix = "chatcmpl"
 
+    @property
+    def _common(self) -> dict[str, str]:
+        """What every delta of a call has. The vendor's client reads only those with a type; others put the types of
+        all deltas together as they do with arguments, and get "functionfunction".
+        """
+        return {"type": "function"} if "Cerebras/" in self.user_agent else {}
+
     def begin(self) -> None:
         request, served = self.request, self.served
         names = frozenset(tool.function.name for tool in request.tools or ())
@@ -210,13 +217,13 @@ class ChatJob(Job[ChatRequest]):
                 if isinstance(delta, Text):
                     out.append(text_chunk(self._around[index], delta.text))
                 else:
-                    out.append(self._chunk(index, _delta_json(delta)))
+                    out.append(self._chunk(index, self._delta_json(delta)))
         self._end_early(index)
         return out
 
     def _with_logprobs(self, index: int, deltas: list[Delta], entries: list[dict[str, Any]]) -> list[bytes]:
         """The logprobs of a piece travel with its first delta, so that none is lost or said twice."""
-        objects = [_delta_json(delta) for delta in deltas] or ([{"content": ""}] if entries else [])
+        objects = [self._delta_json(delta) for delta in deltas] or ([{"content": ""}] if entries else [])
         out = []
         for delta in objects:
             out.append(self._chunk(index, delta, {"content": entries, "refusal": None} if entries else None))
@@ -234,12 +241,11 @@ class ChatJob(Job[ChatRequest]):
             more = {"usage": None, **more}
         return to_event(self.envelope.body([choice], **more))
 
-
-def _delta_json(delta: Delta) -> dict[str, Any]:
-    """Id, type and name once for each call, then its arguments in fragments; the index always."""
-    if isinstance(delta, Text):
-        return {"content": delta.text}
-    if isinstance(delta, CallArguments):
-        return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
-    function = {"name": delta.name, "arguments": ""}
-    return {"tool_calls": [{"index": delta.index, "id": delta.id, "type": "function", "function": function}]}
+    def _delta_json(self, delta: Delta) -> dict[str, Any]:
+        """Id, type and name once for each call, then its arguments in fragments; the index always."""
+        if isinstance(delta, Text):
+            return {"content": delta.text}
+        if isinstance(delta, CallArguments):
+            return {"tool_calls": [{"index": delta.index, **self._common, "function": {"arguments": delta.text}}]}
+        function = {"name": delta.name, "arguments": ""}
+        return {"tool_calls": [{"index": delta.index, "id": delta.id, "type": "function", "function": function}]}

@@ -56,3 +56,10 @@ class ApiError(Exception):
 def busy(message: str, code: str, retry_after_s: int = 1) -> ApiError:
     """503 that a client may try again."""
     return ApiError(503, message, code=code, headers={"retry-after": str(retry_after_s), "x-should-retry": "true"})
+
+
+def stopping() -> ApiError:
+    """The connection is closed, too: the next one may lead to another server."""
+    error = busy("the server is shutting down: try again elsewhere or later", "stopping", retry_after_s=5)
+    error.headers["connection"] = "close"
+    return error

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from openwafer.serve.api.body import Disconnected
+from openwafer.serve.api.body import Disconnected, Receive
 from openwafer.serve.api.errors import ApiError
 from openwafer.serve.api.limits import NOBODY, Client
 from openwafer.serve.api.wire import to_json
@@ -30,12 +30,32 @@ _SECURITY = [
 ]
 
 
-class FrontDoor:
-    """The outermost ASGI layer. `is_allowed_host` guards a server without keys against other sites' scripts."""
+def _new_id() -> str:
+    return f"req_{uuid.uuid4().hex}"
 
-    def __init__(self, app: App, is_allowed_host: Callable[[str], bool]) -> None:
+
+def _common(request_id: str, client: Client) -> list[tuple[bytes, bytes]]:
+    return [(b"x-request-id", request_id.encode()), *client.headers(), *_SECURITY]
+
+
+def not_http() -> bytes:
+    """The whole response to bytes that are no request: it never gets as far as the door."""
+    request_id = _new_id()
+    log.info("request", extra={"fields": {"request_id": request_id, "status": 400, "error": "not HTTP"}})
+    body = to_json(ApiError(400, "this is not an HTTP request that can be understood").as_json())
+    first = [b"HTTP/1.1 400 Bad Request", b"content-type: application/json", b"connection: close"]
+    headers = [(b"content-length", b"%d" % len(body)), *_common(request_id, NOBODY)]
+    return b"\r\n".join([*first, *(name + b": " + value for name, value in headers), b"", body])
+
+
+class FrontDoor:
+    """The outermost ASGI layer. `admit` is given the Host header, the path and the body to come, and raises an
+    ApiError for whom it sends away.
+    """
+
+    def __init__(self, app: App, admit: Callable[[str, str, Receive], Awaitable[None]]) -> None:
         self._app = app
-        self._is_allowed_host = is_allowed_host
+        self._admit = admit
 
     async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,8 +64,7 @@ class FrontDoor:
         visit = _Visit(scope, send)
         scope["openwafer.visit"] = visit
         try:
-            if not self._is_allowed_host(visit.header(b"host").decode("latin-1")):
-                raise ApiError(403, "this server has no API keys and answers to localhost only: see openwafer keys")
+            await self._admit(visit.header(b"host").decode("latin-1"), scope["path"], receive)
             await self._app(scope, receive, visit.send)
         except Disconnected:
             visit.status = visit.status or 499
@@ -66,7 +85,7 @@ class _Visit:
         self._send = send
         self._began = time.monotonic()
         given = self.header(b"x-request-id")
-        self.request_id = given.decode() if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        self.request_id = given.decode() if _REQUEST_ID.fullmatch(given) else _new_id()
         # Ids within the engine must be unique, whatever clients send.
         self.unique_id = uuid.uuid4().hex
         self.client: Client = NOBODY
@@ -78,12 +97,7 @@ class _Visit:
     async def send(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [
-                *message["headers"],
-                (b"x-request-id", self.request_id.encode()),
-                *self.client.headers(),
-                *_SECURITY,
-            ]
+            message["headers"] = [*message["headers"], *_common(self.request_id, self.client)]
         await self._send(message)
 
     async def fail(self, error: ApiError) -> None:

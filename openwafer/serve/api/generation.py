@@ -7,7 +7,7 @@ from functools import partial
 from openwafer.serve.api.answer import Answer, Piece
 from openwafer.serve.api.body import Disconnected
 from openwafer.serve.api.courier import Courier
-from openwafer.serve.api.errors import ApiError, busy
+from openwafer.serve.api.errors import ApiError, busy, stopping
 from openwafer.serve.api.metrics import Metrics
 from openwafer.serve.api.served_model import ServedModel
 from openwafer.serve.core import Event, QueueFullError, Request, Usage
@@ -89,7 +89,7 @@ class Generation:
         if reason == "cancelled":
             if self._is_given_up:
                 raise Disconnected
-            raise busy("the server is stopping: try again elsewhere or later", "stopping", retry_after_s=5)
+            raise stopping()
 
     def give_up(self) -> None:
         """The client has gone: `next` raises Disconnected once the engine has let go."""

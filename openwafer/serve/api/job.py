@@ -48,12 +48,21 @@ class Job(ABC, Generic[R]):
     kind: ClassVar[str]
     prefix: ClassVar[str]
 
-    def __init__(self, service: "Service", served: ServedModel, client: Client, request: R, request_id: str) -> None:
+    def __init__(
+        self,
+        service: "Service",
+        served: ServedModel,
+        client: Client,
+        request: R,
+        request_id: str,
+        user_agent: str = "",
+    ) -> None:
         self.service = service
         self.served = served
         self.client = client
         self.request = request
         self.request_id = request_id
+        self.user_agent = user_agent
         self.envelope = Envelope(
             served,
             self.kind + (".chunk" if request.stream and self.kind == "chat.completion" else ""),

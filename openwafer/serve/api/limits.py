@@ -59,7 +59,7 @@ class Client:
         if self.requests is None:
             return
         if (wait_s := self.requests.wait_s(1)) > 0:
-            raise _too_many("requests per day", self.requests.capacity, wait_s)
+            raise _too_many("requests per day", self.requests.capacity, wait_s, is_soon=False)
         self.requests.take(1)
 
     def take_tokens(self, amount: int, is_upper_bound: bool) -> int:
@@ -77,7 +77,7 @@ class Client:
                 headers={"x-should-retry": "false"},
             )
         if (wait_s := self.tokens.wait_s(amount)) > 0:
-            raise _too_many("tokens per minute", self.tokens.capacity, wait_s)
+            raise _too_many("tokens per minute", self.tokens.capacity, wait_s, is_soon=True)
         self.tokens.take(amount)
         return amount
 
@@ -108,12 +108,13 @@ def _bucket_headers(kind: bytes, bucket: Bucket | None) -> list[tuple[bytes, byt
     ]
 
 
-def _too_many(what: str, limit: int, wait_s: float) -> ApiError:
+def _too_many(what: str, limit: int, wait_s: float, *, is_soon: bool) -> ApiError:
+    """Clients sleep for `retry-after` and ask again, unless we say that it is not worth it: a day's end is not."""
     return ApiError(
         429,
         f"the limit of {limit} {what} is reached: try again in {wait_s:.1f} s",
         code=what.replace(" ", "_") + "_exceeded",
-        headers={"retry-after": str(math.ceil(wait_s)), "x-should-retry": "true"},
+        headers={"retry-after": str(math.ceil(wait_s)), "x-should-retry": "true" if is_soon else "false"},
     )
 
 

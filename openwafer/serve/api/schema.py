@@ -2,12 +2,22 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 MAX_ANSWERS = 128  # n, best_of, and prompts × n of one request
 MAX_STOPS = 4
 MAX_BIASES = 1024
+MAX_MESSAGES = 10_000
+MAX_FIELDS = 100  # of one object, known and unknown
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
@@ -18,6 +28,14 @@ class Model(BaseModel):
     """Strict: no strings for numbers, no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_too_many(cls, value: Any) -> Any:
+        """Each unknown field is a mistake of its own: a million of them take seconds to collect."""
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise PydanticCustomError("too_many_fields", "{num} fields are more than there are", {"num": len(value)})
+        return value
 
 
 def _text_only(part: Any) -> Any:
@@ -33,7 +51,8 @@ class TextPart(Model):
 
 
 Part = Annotated[TextPart, BeforeValidator(_text_only)]
-Content = str | list[Part]
+# Of a long list that is wrong throughout, the first mistake is enough.
+Content = str | Annotated[list[Part], Field(fail_fast=True)]
 
 
 class SystemMessage(Model):
@@ -66,7 +85,7 @@ class AssistantMessage(Model):
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -89,6 +108,7 @@ class ToolMessage(Model):
 
 
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class Function(Model):
@@ -144,6 +164,18 @@ class Prediction(Model):
     content: Content
 
 
+def _few(biases: Any) -> Any:
+    """Counted first: else each of a million wrong ones is a mistake of its own."""
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        raise PydanticCustomError("too_long", "at most {most} tokens can have a bias", {"most": MAX_BIASES})
+    return biases
+
+
+Biases = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES), BeforeValidator(_few)
+]
+
+
 class Drawing(Model):
     """What both kinds of completion have in common."""
 
@@ -161,7 +193,7 @@ class Drawing(Model):
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_BIASES)
+    logit_bias: Biases | None = None
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     user: str | None = None
@@ -176,7 +208,7 @@ class Drawing(Model):
 class ChatRequest(Drawing):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=-1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -208,7 +240,7 @@ def _prompt_kind(value: Any) -> Any:
     if isinstance(value, list) and value:
         flat = value if isinstance(value[0], (str, int)) else [i for v in value if isinstance(v, list) for i in v]
         texts = all(isinstance(v, str) for v in value)
-        ids = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31 for i in flat)
+        ids = set(map(type, flat)) == {int} and min(flat) >= 0 and max(flat) < 2**31
         nested = all(isinstance(v, list) and v for v in value)
         if texts or (ids and (nested or flat is value)):
             return value
@@ -253,7 +285,7 @@ class TokenizeRequest(Model):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
@@ -267,7 +299,7 @@ class DetokenizeRequest(Model):
     """Body of POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class NewKey(Model):

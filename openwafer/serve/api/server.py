@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import math
 import resource
 import socket
 import threading
@@ -16,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from openwafer.errors import UserError
 from openwafer.serve.api.app import make_app
+from openwafer.serve.api.frontdoor import not_http
 from openwafer.serve.api.served_model import ServedModel
 from openwafer.serve.api.service import Service
 
@@ -26,9 +26,13 @@ _BACKLOG = 4096
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with two things it lacks: a limit on how long headers take, and a way to hang up."""
+    """uvicorn's protocol with what it lacks: limits on the size and time of headers, a way to hang up, and our own
+    answer to what is not HTTP.
+    """
 
     header_timeout_s = 30.0
+    max_header_bytes = 64 << 10  # after the piece with their beginning
+    _num_header_bytes: int | None = None  # None: a body, or nothing
     _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -39,12 +43,25 @@ class _Protocol(HttpToolsProtocol):
         if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
             # The first bytes of the next request on this connection.
             self._header_timer = self.loop.call_later(self.header_timeout_s, self._hang_up)
+        if self._num_header_bytes is not None:
+            self._num_header_bytes += len(data)
         super().data_received(data)
+        if (self._num_header_bytes or 0) > self.max_header_bytes:
+            self._hang_up()
+
+    def on_message_begin(self) -> None:
+        self._num_header_bytes = 0
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        self._num_header_bytes = None
         self._stop_timer()
         self.scope["openwafer.transport"] = self.transport  # pyright: ignore[reportGeneralTypeIssues]
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self.transport.write(not_http())
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -56,7 +73,7 @@ class _Protocol(HttpToolsProtocol):
             self._header_timer = None
 
     def _hang_up(self) -> None:
-        self._header_timer = None
+        self._stop_timer()
         self.transport.abort()
 
 
@@ -82,8 +99,8 @@ class ApiServer(uvicorn.Server):
                 server_header=False,
                 backlog=_BACKLOG,
                 timeout_keep_alive=60,
-                # A little after the engine has told those that are still waiting (see `shutdown`).
-                timeout_graceful_shutdown=math.ceil(config.shutdown_timeout_s) + 5,
+                # For those whom the engine has told that it is over (see `shutdown`) to hear it.
+                timeout_graceful_shutdown=5,
             )
         )
 
@@ -136,23 +153,32 @@ class ApiServer(uvicorn.Server):
         if self.service.state != "failed":
             self.service.state = "stopping"
             log.info("stopping", extra={"fields": {"requests_to_finish": self._num_unfinished()}})
-        deadline = asyncio.create_task(self._close_engine_after(self.service.config.shutdown_timeout_s))
+        await self._finish_requests(self.service.config.shutdown_timeout_s)
+        # Whoever is still waiting gets an error that says why, and is hung up on if the engine does not say it.
+        closing = asyncio.create_task(self._close_engine())
         await super().shutdown(sockets)
-        deadline.cancel()
-        await self._close_engine_after(0)
+        await closing
         await self.service.stop()
+
+    async def _close_engine(self) -> None:
+        if self.service.served is not None:
+            await asyncio.to_thread(self.service.served.engine.close)
+
+    async def _finish_requests(self, timeout_s: float) -> None:
+        """Wait for the requests that are running now. Others are still let in, to be told that we are stopping:
+        a refused connection would look like a crash.
+        """
+        deadline = time.monotonic() + timeout_s
+        running = set(self.server_state.tasks)
+        while running and not self.force_exit and (left_s := deadline - time.monotonic()) > 0:
+            _, running = await asyncio.wait(running, timeout=min(left_s, 0.1))
+            await super().on_tick(0)  # the date in headers
 
     def _num_unfinished(self) -> int:
         if self.service.served is None:
             return 0
         stats = self.service.served.engine.stats()
         return stats.num_running + stats.num_waiting
-
-    async def _close_engine_after(self, seconds: float) -> None:
-        """Whoever is still waiting then gets an error that says why."""
-        await asyncio.sleep(seconds)
-        if self.service.served is not None:
-            await asyncio.to_thread(self.service.served.engine.close)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from openwafer.serve.api.config import ServeConfig
 from openwafer.serve.api.courier import Courier
-from openwafer.serve.api.errors import ApiError, busy
+from openwafer.serve.api.errors import ApiError, busy, stopping
 from openwafer.serve.api.generation import Generation
 from openwafer.serve.api.limits import Client, Clients
 from openwafer.serve.api.metrics import Metrics
@@ -93,7 +93,8 @@ class Service:
     def set_model(self, served: ServedModel) -> None:
         self.served = served
         self.metrics.watch(served.engine.stats)
-        self.state = "ready"
+        if self.state == "loading":  # it may have been told to stop meanwhile
+            self.state = "ready"
 
     async def stop(self) -> None:
         if self._housekeeper is not None:
@@ -173,18 +174,20 @@ class Service:
             if self.state == "failed":
                 raise ApiError(500, f"the model cannot be served: {self.failure}", code="model_failed")
             if self.state == "stopping":
-                raise busy("the server is stopping", "stopping", retry_after_s=5)
+                raise stopping()
             raise busy("the model is being loaded", "loading", retry_after_s=2)
         return self.served
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """503 while loading, when the engine broke, and when there is work but no step has ended for long."""
-        if self.served is None or self.state != "ready":
+        if self.served is None or self.state in ("loading", "failed"):
             return 503, {"status": self.state, **({"error": self.failure} if self.state == "failed" else {})}
         stats = self.served.engine.stats()
         idle_s = time.monotonic() - stats.last_progress_s
         has_work = stats.num_running + stats.num_waiting > 0
         report = {"num_running": stats.num_running, "num_waiting": stats.num_waiting}
+        if self.state == "stopping":
+            return 503, {"status": "stopping", **report}
         if stats.failure is not None:
             return 503, {"status": "failed", "error": stats.failure}
         if has_work and idle_s > self.config.hang_timeout_s:

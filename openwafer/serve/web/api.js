@@ -49,7 +49,7 @@ export async function* stream(path, body, signal) {
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
-    if (done) return;
+    if (done) throw new Error("the connection was lost before the answer was whole");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {

@@ -74,6 +74,7 @@ async function answer() {
   const history = messages.filter((m) => m.content).map(({ role, content }) => ({ role, content }));
   messages.push(message);
   show();
+  stay(true);
   const node = turns.lastElementChild;
   node.classList.add("writing");
   const meter = new Meter(node);

@@ -1,8 +1,11 @@
 """Keys and limits over HTTP."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import cerebras.cloud.sdk as vendor
 import openai
 import pytest
 
@@ -60,12 +63,37 @@ def test_requests_per_day(closed: Running):
     assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "requests_per_day_exceeded"
     assert 40_000 < int(refused.headers["retry-after"]) <= 43_200
-    assert refused.headers["x-should-retry"] == "true"
+    assert refused.headers["x-should-retry"] == "false"
     assert refused.headers["x-ratelimit-limit-requests-day"] == "2"
     listed = {key["name"]: key for key in closed.get("/console/keys", headers=bearer("master")).json()["keys"]}
     assert (listed["few"]["requests_left"], listed["few"]["tokens_left"]) == (0, None)
     # Looking at models costs nothing.
     assert closed.get("/v1/models", headers=bearer(secret)).status_code == 200
+
+
+@pytest.mark.parametrize("make", [openai.OpenAI, vendor.Cerebras])
+def test_real_clients_do_not_wait_for_the_next_day(closed: Running, make: Any):
+    key, secret = closed.store.create("daily", requests_per_day=8640)
+    closed.store.save_buckets([(key.id, "requests-day", 0.0, time.time())])  # 10 s to the next: they would wait so long
+    url = closed.url if make is vendor.Cerebras else f"{closed.url}/v1"
+    began = time.monotonic()
+    errors = (openai.RateLimitError, vendor.RateLimitError)
+    with make(base_url=url, api_key=secret, max_retries=2) as client, pytest.raises(errors) as refused:
+        client.chat.completions.create(model="script", messages=say("hi"))
+    waited_s = time.monotonic() - began
+    assert waited_s < int(refused.value.response.headers["retry-after"]) <= 10
+    assert "8640 requests per day" in str(refused.value)
+
+
+def test_real_client_waits_for_the_next_tokens(closed: Running):
+    key, secret = closed.store.create("minutely", tokens_per_minute=60_000)
+    closed.store.save_buckets([(key.id, "tokens-minute", 0.0, time.time())])
+    with openai.OpenAI(base_url=f"{closed.url}/v1", api_key=secret, max_retries=1) as client:
+        began = time.monotonic()
+        answer = client.chat.completions.create(model="script", messages=say("hi"), max_tokens=1500)
+    assert answer.choices[0].message.content == "hi"
+    # 1,000 tokens a second: over 1.5 s, in whole seconds.
+    assert 1.9 < time.monotonic() - began < 30
 
 
 def test_tokens_per_minute(closed: Running):

@@ -6,7 +6,9 @@ from typing import Any
 
 import cerebras.cloud.sdk as vendor
 import openai
+import openai.types.chat
 import pytest
+from cerebras.cloud.sdk.types.chat import chat_completion as vendor_types
 
 from tests.serve.script_server import Running, say
 
@@ -194,3 +196,23 @@ def test_async_client(api: Running):
         return [answer.choices[0].message.content or "" for answer in answers]
 
     assert asyncio.run(ask()) == [f"nr {i}" for i in range(16)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"tools": [WEATHER]}, {"logprobs": True, "top_logprobs": 3}, {"n": 2, "service_tier": "auto"}],
+    ids=lambda fields: " ".join(fields),
+)
+def test_answers_are_what_the_clients_types_say(api: Running, fields: dict[str, Any]):
+    """The clients themselves forgive what is missing, and hand out something of another type."""
+    body = {"model": "script", "messages": say(CALL if "tools" in fields else "abc"), **fields}
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    for agent, whole, part in (
+        ("OpenAI/Python", openai.types.chat.ChatCompletion, openai.types.chat.ChatCompletionChunk),
+        ("Cerebras/Python", vendor_types.ChatCompletionResponse, vendor_types.ChatChunkResponse),
+    ):
+        headers = {"user-agent": agent}
+        whole.model_validate(api.post("/v1/chat/completions", body, headers=headers).json())
+        lines = api.post("/v1/chat/completions", streamed, headers=headers).text.split("\n\n")
+        chunks = [part.model_validate_json(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert len(chunks) > 3

@@ -77,6 +77,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         (json.dumps(body_of(stop="")).encode(), 400, "invalid_value"),
         (json.dumps(body_of(seed=2**64)).encode(), 400, "invalid_value"),
         (json.dumps(body_of(surprise=1)).encode(), 400, "unknown_field"),
+        (json.dumps(body_of(**{f"f{i}": 1 for i in range(200)})).encode(), 400, "invalid_value"),
+        (json.dumps(body_of(messages=say("x") * 10_001)).encode(), 400, "invalid_value"),
+        (json.dumps(body_of(logit_bias={str(i): 1 for i in range(1025)})).encode(), 400, "invalid_value"),
         (json.dumps(body_of(temperature="1")).encode(), 400, "invalid_value"),
         (json.dumps(body_of(model="../../../etc/passwd")).encode(), 404, "model_not_found"),
         (json.dumps(body_of(model="script\x00")).encode(), 404, "model_not_found"),
@@ -219,6 +222,36 @@ def test_a_thousand_requests_at_once_are_bounded(small: Running):
     assert statuses.total() == 1000
     small.wait_idle()
     assert small.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"GARBAGE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n"])
+def test_what_is_not_http_gets_an_error_of_the_same_shape(api: Running, sent: bytes):
+    with socket.create_connection(api.server.address, timeout=60) as client:
+        client.sendall(sent)
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    assert int(headers["content-length"]) == len(body)
+    response = httpx.Response(int(status.split()[1]), headers=headers, content=body)
+    assert "not an HTTP request" in error_of(response, 400)["message"]
+
+
+def test_a_header_without_end_is_not_kept(api: Running):
+    began = time.monotonic()
+    with socket.create_connection(api.server.address, timeout=60) as client, pytest.raises(ConnectionError):
+        client.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * 200_000_000)
+    assert time.monotonic() - began < 15  # half of what headers may take
+
+
+def test_a_body_that_nobody_wanted_is_no_header(api: Running):
+    """The answer comes before the body has: what still comes is read, and the connection is good for the next."""
+    unwanted = b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 3000000\r\n\r\n"
+    with socket.create_connection(api.server.address, timeout=60) as client:
+        client.sendall(unwanted)
+        assert client.recv(65536).startswith(b"HTTP/1.1 404 ")
+        client.sendall(b"a" * 3_000_000 + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert b"HTTP/1.1 200 OK" in client.recv(65536)
 
 
 def test_other_sites_cannot_use_a_visitors_browser(api: Running):
