@@ -3,7 +3,7 @@
 PYTHON is an interpreter with llama-cpp-python (a virtual environment of its own; without --peer ours runs alone).
 Both take turns in the same run, each in its own process. The machine may be shared, so the best prompt and the best
 8 tokens in a row of all rounds count, for both. The floor of decoding is the time to read the file's weights once per
-token at the measured read bandwidth.
+token at the read bandwidth measured with as many bytes.
 """
 
 import argparse
@@ -98,8 +98,8 @@ def main() -> None:
                 results.setdefault(f"{name} decode", []).append(rate(decode["times"]))
         many = ours.do({"tokens": short, "count": args.tokens, "users": args.users})
         results.setdefault(f"ours {args.users} users", []).append(args.users * rate(many["times"]))
-    bandwidth = ours.do({"bandwidth": True})["bytes_per_s"]
     weights = stored.path.stat().st_size
+    bandwidth = ours.do({"read": weights})["bytes_per_s"]
     best = {name: max(rates) for name, rates in results.items()}
     best["floor decode"] = bandwidth / weights
     ours.close()
@@ -157,8 +157,8 @@ def worker(args: argparse.Namespace) -> None:
     for number, line in enumerate(sys.stdin):
         job = json.loads(line)
         result = (
-            {"bytes_per_s": read_bandwidth()}
-            if "bandwidth" in job
+            {"bytes_per_s": read_bandwidth(job["read"], args.threads)}
+            if "read" in job
             else measure(engine, job, number, getattr(time, args.clock))
         )
         print(json.dumps(result), flush=True)
@@ -204,17 +204,18 @@ def measure(engine: "Engine", job: dict[str, Any], number: int, clock: Callable[
     return {"prompt_s": max(first) - began, "times": [at for at in steps if at >= max(first)]}
 
 
-def read_bandwidth() -> float:
-    """Bytes per second that all threads of PyTorch read from memory, by summing an array larger than any cache."""
+def read_bandwidth(num_bytes: int, num_threads: int) -> float:
+    """Bytes per second that the threads read of an array of the file's size, which a large cache may hold as well."""
     import torch
 
-    values = torch.ones(64 << 20)
+    torch.set_num_threads(num_threads)
+    values = torch.ones(num_bytes // 4)
     times = []
-    for _ in range(5):
+    for read in (values.sum, values.amax, lambda: torch.dot(values, values)) * 5:
         began = time.perf_counter()
-        values.sum()
+        read()
         times.append(time.perf_counter() - began)
-    return values.numel() * 4 / min(times)
+    return values.nbytes / min(times)
 
 
 if __name__ == "__main__":
