@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from openwafer.errors import UserError
 from openwafer.serve.pipeline.pipe import Broken, Pipe
@@ -23,32 +23,23 @@ class StageLost(UserError):
     """A stage died, so the engine cannot go on."""
 
 
-class StageShare(Protocol):
-    """What the engine has to know of a stage's plan."""
-
-    @property
-    def num_threads(self) -> int: ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
-
 class StageProcesses:
-    """One process for each plan, in a row. `first` takes batches, `last` gives results."""
+    """One process for each spec, in a row. `first` takes batches, `last` gives results."""
 
     # What Python is told to run; a test has another.
     program: ClassVar[tuple[str, ...]] = ("-m", "openwafer.serve.pipeline.stage")
 
-    def __init__(self, specs: Sequence[StageSpec], plans: Sequence[StageShare]) -> None:
+    def __init__(self, specs: Sequence[StageSpec]) -> None:
+        self._specs = specs
         self._is_ended = False  # by us
         self._processes: list[subprocess.Popen[bytes]] = []
         self._controls: list[Pipe] = []
         ours, upstream = socket.socketpair()
         self.first = Pipe(ours)
         try:
-            for spec, plan in zip(specs, plans, strict=True):
+            for spec in specs:
                 downstream, next_upstream = socket.socketpair()
-                self._start(spec, plan, upstream, downstream)
+                self._start(spec, upstream, downstream)
                 upstream = next_upstream
             self.last = Pipe(upstream)
             self._await_ready()
@@ -62,12 +53,12 @@ class StageProcesses:
     def process_ids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def _start(self, spec: StageSpec, plan: StageShare, upstream: socket.socket, downstream: socket.socket) -> None:
+    def _start(self, spec: StageSpec, upstream: socket.socket, downstream: socket.socket) -> None:
         control, theirs = socket.socketpair()
         ends = (theirs, upstream, downstream)
         root = str(Path(__file__).parents[3])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(plan.num_threads)}
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(spec.plan.num_threads)}
         numbers = [end.fileno() for end in ends]
         process = subprocess.Popen(
             [sys.executable, *self.program, *map(str, numbers)],
@@ -99,7 +90,7 @@ class StageProcesses:
         except Broken:
             raise self._lost(index, " while it loaded its layers") from None
         if said != "ready":
-            raise UserError(f"stage {index + 1} of {len(self._processes)}: {said.removeprefix('error ')}")
+            raise UserError(f"{self._specs[index].name}: {said.removeprefix('error ')}")
 
     def check(self) -> None:
         """Raise if a stage has ended."""
@@ -121,7 +112,7 @@ class StageProcesses:
 
     def _lost(self, index: int, when: str = "") -> StageLost:
         process = self._processes[index]
-        name = f"stage {index + 1} of {len(self._processes)} (process {process.pid})"
+        name = f"{self._specs[index].name} (process {process.pid})"
         try:
             said = bytes(self._controls[index].receive()).decode()
             return StageLost(f"{name} failed: {said.removeprefix('error ')}")

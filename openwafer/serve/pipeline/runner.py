@@ -45,15 +45,9 @@ def open_pipeline(
     """Start a process for each plan, and wait until all have loaded their layers."""
     config = dataclasses.replace(config, num_csx=len(plans))
     specs = [
-        StageSpec(
-            model=model.resolve(),
-            config=config,
-            index=index,
-            device_plan=None if isinstance(plan, StagePlan) else plan,
-        )
-        for index, plan in enumerate(plans)
+        StageSpec(model=model.resolve(), config=config, index=index, plan=plan) for index, plan in enumerate(plans)
     ]
-    return PipelineRunner(StageProcesses(specs, plans), num_stages=len(plans), num_blocks=plans[0].num_blocks)
+    return PipelineRunner(StageProcesses(specs), num_stages=len(plans), num_blocks=plans[0].num_blocks)
 
 
 class PipelineRunner:

@@ -20,6 +20,7 @@ from openwafer.serve.pipeline.pipe import Broken, Inbox, Pipe
 from openwafer.serve.pipeline.spec import StageSpec
 from openwafer.serve.runner import Draw, DrawingStageRunner, Drawn, StageRunner
 from openwafer.serve.sampler import draw_plain
+from openwafer.serve.stage_plan import StagePlan
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
     spec = StageSpec.decoded(control.receive())
     threading.Thread(target=_watch, args=(control,), daemon=True).start()
     try:
-        runner = _open(spec)
+        runner = open_region(spec)
         control.send([b"ready"])
         run_batches(runner, Inbox(inbound), outbound, is_last=spec.is_last)
         runner.close()
@@ -53,23 +54,21 @@ def _watch(control: Pipe) -> None:
         os._exit(1)
 
 
-def _open(spec: StageSpec) -> StageRunner:
+def open_region(spec: StageSpec) -> StageRunner:
+    """What the spec says, loaded."""
     import torch
 
     from openwafer.models.load import open_model
     from openwafer.serve.opening import open_stage
-    from openwafer.serve.stage_plan import plan_stages
 
     stored = open_model(spec.model)
     folder = None if spec.config.flash is None else spec.config.flash / f"stage-{spec.index}"
-    if spec.device_plan is not None:
-        from openwafer.serve.gpu.opening import open_on_gpu
+    torch.set_num_threads(spec.plan.num_threads)
+    if isinstance(spec.plan, StagePlan):
+        return open_stage(stored, spec.config, spec.plan, folder)
+    from openwafer.serve.gpu.opening import open_on_gpu
 
-        torch.set_num_threads(spec.device_plan.num_threads)
-        return open_on_gpu(stored, spec.config, spec.device_plan, folder=folder)
-    plan = plan_stages(stored, spec.config)[spec.index]
-    torch.set_num_threads(plan.num_threads)
-    return open_stage(stored, spec.config, plan, folder)
+    return open_on_gpu(stored, spec.config, spec.plan, folder=folder)
 
 
 def run_batches(runner: StageRunner, inbox: Inbox, outbound: Pipe, *, is_last: bool) -> None:
