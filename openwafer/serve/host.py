@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -30,3 +30,9 @@ def by_host(hosts: Sequence[Host], each: Sequence[T]) -> list[Sequence[T]]:
     ends = [sum(host.num_stages for host in hosts[:count]) for count in range(len(hosts) + 1)]
     assert ends[-1] == len(each)
     return [each[start:stop] for start, stop in pairwise(ends)]
+
+
+def with_less(hosts: Sequence[Host], num_bytes: int) -> list[Host]:
+    """The first has so much less memory."""
+    free = hosts[0].free_dram
+    return [replace(hosts[0], free_dram=None if free is None else max(0, free - num_bytes)), *hosts[1:]]

@@ -42,7 +42,12 @@ class Meeting:
         self._size = size
 
     def attend(self, hello: dict[str, Any]) -> dict[str, Any]:
-        mine = uuid.uuid4().hex
+        try:
+            return self._attend(uuid.uuid4().hex, hello)
+        except RuntimeError as error:  # the store's, of which the first line says enough
+            raise UserError(f"rank 0 was not heard: {str(error).splitlines()[0]}; was it started?") from None
+
+    def _attend(self, mine: str, hello: dict[str, Any]) -> dict[str, Any]:
         self._store.set(f"join/{self._rank}", json.dumps({"name": mine, **hello}))
         self._store.wait([f"heard/{mine}"], _MEETING)
         number = self._store.get(f"heard/{mine}").decode()

@@ -29,19 +29,24 @@ class StageProcesses:
     # What Python is told to run; a test has another.
     program: ClassVar[tuple[str, ...]] = ("-m", "openwafer.serve.pipeline.stage")
 
-    def __init__(self, specs: Sequence[StageSpec]) -> None:
+    def __init__(self, specs: Sequence[StageSpec], link: str | None = None) -> None:
+        """`link`: the last process sends to another host over it; then there is no `last`."""
         self._specs = specs
+        self._link = link
         self._is_ended = False  # by us
         self._processes: list[subprocess.Popen[bytes]] = []
         self._controls: list[Pipe] = []
         ours, upstream = socket.socketpair()
         self.first = Pipe(ours)
         try:
-            for spec in specs:
+            for spec in specs if link is None else specs[:-1]:
                 downstream, next_upstream = socket.socketpair()
                 self._start(spec, upstream, downstream)
                 upstream = next_upstream
-            self.last = Pipe(upstream)
+            if link is None:
+                self.last = Pipe(upstream)
+            else:
+                self._start(specs[-1], upstream, link)
             self._await_ready()
         except BaseException:
             self.kill()
@@ -53,15 +58,18 @@ class StageProcesses:
     def process_ids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def _start(self, spec: StageSpec, upstream: socket.socket, downstream: socket.socket) -> None:
+    def _start(self, spec: StageSpec, upstream: socket.socket, downstream: socket.socket | str) -> None:
         control, theirs = socket.socketpair()
-        ends = (theirs, upstream, downstream)
+        ends = [theirs, upstream]
+        if isinstance(downstream, socket.socket):
+            ends.append(downstream)
         root = str(Path(__file__).parents[3])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(spec.plan.num_threads)}
         numbers = [end.fileno() for end in ends]
+        link = [downstream] if isinstance(downstream, str) else []
         process = subprocess.Popen(
-            [sys.executable, *self.program, *map(str, numbers)],
+            [sys.executable, *self.program, *map(str, numbers), *link],
             pass_fds=numbers,
             stdin=subprocess.DEVNULL,
             env=environment,
@@ -91,6 +99,13 @@ class StageProcesses:
             raise self._lost(index, " while it loaded its layers") from None
         if said != "ready":
             raise UserError(f"{self._specs[index].name}: {said.removeprefix('error ')}")
+
+    def wait_for_word(self) -> None:
+        """Until a stage says something, or has ended: after its start it says only why it fails."""
+        with selectors.DefaultSelector() as selector:
+            for control in self._controls:
+                selector.register(control, selectors.EVENT_READ)
+            selector.select()
 
     def check(self) -> None:
         """Raise if a stage has ended."""
@@ -138,7 +153,8 @@ class StageProcesses:
             except subprocess.TimeoutExpired:
                 break
         self.kill()
-        self.last.close()
+        if self._link is None:
+            self.last.close()
 
     def kill(self) -> None:
         self._is_ended = True
