@@ -202,6 +202,7 @@ def _quietly(channel: Channel, message: Message) -> None:
 
 def _reason(error: Exception) -> str:
     """What happened to a connection, without the place in the library that noticed."""
-    if isinstance(error, EOFError) or not str(error) or "closed by peer" in str(error):
+    said = str(error)
+    if isinstance(error, EOFError) or not said or "closed by peer" in said or "reset by peer" in said:
         return "its connection was closed"
-    return re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0])
+    return re.sub(r"^\[[^]]*\] ", "", said.splitlines()[0])

@@ -69,8 +69,12 @@ class Cluster:
         for rank, channel in self._channels.items():
             channel.send(Message(OPEN, {"spec": specs[rank].encoded().decode()}))
 
+    def own_is_ready(self) -> None:
+        self._mailbox.put(0, Message(READY))
+
     def await_ready(self) -> None:
-        for rank in self._channels:
+        """Until all stages have loaded, ours too."""
+        for rank in range(len(self.members.names)):
             self._mailbox.get(rank, READY)
 
     def fail(self, error: UserError) -> None:

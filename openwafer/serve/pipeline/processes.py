@@ -30,7 +30,7 @@ class StageProcesses:
     program: ClassVar[tuple[str, ...]] = ("-m", "openwafer.serve.pipeline.stage")
 
     def __init__(self, specs: Sequence[StageSpec], link: str | None = None) -> None:
-        """`link`: the last process sends to another host over it; then there is no `last`."""
+        """`link`: the last process sends to another host over it. Then there is no `last`, and nobody waits yet."""
         self._specs = specs
         self._link = link
         self._is_ended = False  # by us
@@ -45,9 +45,9 @@ class StageProcesses:
                 upstream = next_upstream
             if link is None:
                 self.last = Pipe(upstream)
+                self.await_ready()
             else:
                 self._start(specs[-1], upstream, link)
-            self._await_ready()
         except BaseException:
             self.kill()
             self.first.close()
@@ -80,7 +80,7 @@ class StageProcesses:
         self._controls.append(Pipe(control))
         self._controls[-1].send([spec.encoded()])
 
-    def _await_ready(self) -> None:
+    def await_ready(self) -> None:
         """Until every stage has loaded its layers; the first that fails says why."""
         with selectors.DefaultSelector() as selector:
             for index, control in enumerate(self._controls):

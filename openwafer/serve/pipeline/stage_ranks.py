@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from openwafer.errors import UserError
 from openwafer.serve.pipeline.cluster import Cluster
 from openwafer.serve.pipeline.pipe import Inbox, Pipe
 from openwafer.serve.pipeline.processes import StageLost, StageProcesses
@@ -27,12 +28,12 @@ class StageRanks:
         self._own = StageProcesses(specs[:1], link=cluster.members.link("stage-2"))
         self.first: Pipe = self._own.first
         self.last: Inbox = cluster.results
+        threading.Thread(target=self._watch_own, name="openwafer-watch", daemon=True).start()
         try:
             cluster.await_ready()
         except BaseException:
-            self._own.kill()
+            self.kill()
             raise
-        threading.Thread(target=self._watch_own, name="openwafer-watch", daemon=True).start()
 
     @property
     def process_ids(self) -> list[int]:
@@ -40,9 +41,16 @@ class StageRanks:
         return self._own.process_ids
 
     def _watch_own(self) -> None:
-        self._own.wait_for_word()
+        """Whichever stage fails first is heard at once, this one too."""
+        try:
+            self._own.await_ready()
+            self._cluster.own_is_ready()
+            self._own.wait_for_word()
+            error: UserError = self._own.lost()
+        except UserError as failed:
+            error = failed
         if not self._is_ended:
-            self._cluster.fail(self._own.lost())
+            self._cluster.fail(error)
 
     def check(self) -> None:
         if self._cluster.failure is not None:
