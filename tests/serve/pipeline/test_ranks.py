@@ -138,8 +138,9 @@ def _running(commands: Sequence[Sequence[str]], environments: Sequence[dict[str,
         yield ranks
     finally:
         for process in ranks.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            for pid in [process.pid, *_below(process.pid)]:  # torchrun's ranks have sessions of their own
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             process.wait()
         for reader in ranks.readers:
             reader.join()
@@ -150,10 +151,13 @@ def _asked(http: httpx.Client) -> list[float]:
     return [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
 
-def _child(pid: int) -> int:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    (child,) = [int(number) for task in tasks for number in (task / "children").read_text().split()]
-    return child
+def _below(pid: int) -> list[int]:
+    """Processes that it, or one of those, has started."""
+    try:
+        children = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return []  # it has ended
+    return [found for some in children for child in some for found in (int(child), *_below(int(child)))]
 
 
 def _is_gone(pid: int, timeout_s: float = 10) -> bool:
@@ -168,7 +172,8 @@ def test_three_ranks_answer_as_one_process_and_the_loss_of_one_ends_all(
 ) -> None:
     with torchrun(3, tiny, tmp_path) as ranks, ranks.client() as http:
         assert _asked(http) == logprobs
-        lost, others = ranks.pid(1), [ranks.pid(0), ranks.pid(2), _child(ranks.pid(0))]
+        lost, others = ranks.pid(1), [ranks.pid(0), ranks.pid(2), *_below(ranks.pid(0))]
+        assert len(others) == 3
         ranks.wait_for(r"stage 3 of 3 \(rank 2 on .*\): layers \d\.\.11 of .*tiny, for the server of stage 1 of 3")
         with http.stream("POST", "/v1/chat/completions", json=LONG) as response:
             lines = response.iter_lines()
