@@ -23,7 +23,7 @@ from openwafer.serve.budget import available_bytes
 from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.host import Host, num_cores
 from openwafer.swarmx.meeting import Meeting, compare, open_store
-from openwafer.swarmx.torchrun import Launched, world_size
+from openwafer.swarmx.torchrun import Launched, end_with_launcher, world_size
 
 # What must be the same everywhere, and how a difference is called.
 _SAME = {"version": "another version", "torch": "another torch", "machine": "another machine"}
@@ -49,6 +49,7 @@ class Members:
 def meet(model: str, config: EngineConfig, version: str) -> Members:
     """Wait for all ranks. UserError, on all of them, if one has other flags, another model or none."""
     launched, size = Launched.read(os.environ, "which ranks share a host is unknown"), world_size()
+    end_with_launcher()
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler does not run while we wait
     hello = {"version": version, **_hello(model, config, launched)}
     store = open_store(launched.rank, size)
