@@ -2,8 +2,9 @@
 
     python bench/pipeline_cpu.py [--model smollm2] [--rounds 3] [--json]
 
-One process with two threads and two stages with one thread each take turns in the same run: one long prompt; 1 and 8
-users, greedy, all decoding. The machine may be shared, so the best round counts, and processor time per token stands
+One process with two threads, two stages with one thread each, and two ranks with one thread each (started as torchrun
+starts them, and joined by torch.distributed) take turns in the same run: one long prompt; 1 and 8 users, greedy, all
+decoding. The machine may be shared, so the best round counts, and processor time per token stands
 beside it. With two cores and 8 users both have the same arithmetic to do; what stages win is memory per process.
 
 Streaming: the same model with half of its weights' size as `dram`. Decoding reads the rest once per step; the rate
@@ -13,12 +14,16 @@ Hop: a message of 8 rows to another process and back, over the pipes of the pipe
 """
 
 import argparse
+import contextlib
 import json
 import os
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if TYPE_CHECKING:
     from openwafer.serve.engine import LocalEngine
+    from openwafer.serve.pipeline.cluster import Cluster
 
 _TICK = os.sysconf("SC_CLK_TCK")
 
@@ -52,21 +58,57 @@ def rounded(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 
-def opened(model: str, **options: Any) -> "tuple[LocalEngine, list[int]]":
-    """An engine, and the processes that compute for it."""
+COMMON: dict[str, Any] = {"max_running": 16, "kv_cache": 256 << 20}
+
+
+def opened(model: str, cluster: "Cluster | None" = None, **options: Any) -> "tuple[LocalEngine, list[int]]":
+    """An engine, and the processes of this one that compute for it."""
     from openwafer.serve.engine import EngineConfig, LocalEngine, open_engine
 
-    chosen: dict[str, Any] = {"max_running": 16, "kv_cache": 256 << 20} | options
-    engine, _, _ = open_engine(model, EngineConfig(**chosen))
+    engine, _, _ = open_engine(model, EngineConfig(**COMMON | options), cluster)
     assert isinstance(engine, LocalEngine)
     runner: Any = engine._runner
     return engine, runner.stages.process_ids if hasattr(runner, "stages") else [os.getpid()]
 
 
+@contextlib.contextmanager
+def ranks(model: str) -> "Iterator[tuple[Cluster, int]]":
+    """This process as rank 0, and the process that is rank 1."""
+    from openwafer import __version__
+    from openwafer.serve.engine import EngineConfig
+    from openwafer.serve.pipeline.cluster import Cluster
+    from openwafer.serve.pipeline.members import meet
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= world | {"RANK": "0", "LOCAL_RANK": "0"}
+    options: dict[str, Any] = COMMON | {"num_threads": 2}
+    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    root = str(Path(__file__).resolve().parent.parent)
+    environment = {**os.environ, "RANK": "1", "LOCAL_RANK": "1", "PYTHONPATH": root}
+    other = subprocess.Popen([sys.executable, "-m", "openwafer", "serve", model, *flags], env=environment)
+    try:
+        with Cluster(meet(model, EngineConfig(**options, num_csx=2), __version__)) as cluster:
+            yield cluster, other.pid
+        other.wait(30)
+    finally:
+        other.kill()
+        other.wait()
+
+
 def stages(args: argparse.Namespace) -> dict[str, Any]:
-    one, one_pids = opened(args.model, num_threads=2)
-    two, two_pids = opened(args.model, num_threads=2, num_csx=2)
-    kinds = {"1 process x 2 threads": (one, one_pids), "2 stages x 1 thread": (two, two_pids)}
+    with ranks(args.model) as (cluster, other_pid):
+        joined, pids = opened(args.model, cluster, num_threads=2, num_csx=2)
+        kinds = {
+            "1 process x 2 threads": opened(args.model, num_threads=2),
+            "2 stages x 1 thread": opened(args.model, num_threads=2, num_csx=2),
+            "2 ranks x 1 thread": (joined, [*pids, other_pid]),
+        }
+        return compared(args, kinds)
+
+
+def compared(args: argparse.Namespace, kinds: "dict[str, tuple[LocalEngine, list[int]]]") -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
     prompts = dict.fromkeys(kinds, 0.0)
     for number in range(args.rounds):
@@ -79,12 +121,18 @@ def stages(args: argparse.Namespace) -> dict[str, Any]:
                 best = rows.get(name)
                 if best is None or found["tokens_per_s"] > best["tokens_per_s"]:
                     rows[name] = found
+    ratios = {
+        users: rows[f"2 ranks x 1 thread, {users}"]["tokens_per_s"]
+        / rows[f"2 stages x 1 thread, {users}"]["tokens_per_s"]
+        for users in ("1 user", "8 users")
+    }
     memory = {kind: [private_bytes(pid) >> 20 for pid in pids] for kind, (_, pids) in kinds.items()}
     for engine, _ in kinds.values():
         engine.close()
     return {
         "prompt_tokens_per_s": prompts,
         "decoding": rows,
+        "ranks_of_stages": ratios,
         "memory_mib": memory,
         "weights_mib": weights_mib(args.model),
     }
@@ -231,8 +279,6 @@ def hop(num_rows: int = 8, width: int = 576, repeats: int = 200) -> dict[str, fl
 
 
 def _pipe_hop(size: int, repeats: int) -> float:
-    import socket
-
     import numpy as np
 
     from openwafer.serve.pipeline.pipe import Broken, Pipe
@@ -294,6 +340,8 @@ def shown(results: dict[str, Any]) -> str:
     for name, row in results["decoding"].items():
         waits = " ".join(f"{100 * share:4.0f} %" for share in row["waits"])
         lines.append(f"  {name:36}{row['tokens_per_s']:12.1f}{row['cpu_ms_per_token']:15.1f}   {waits}")
+    for users, ratio in results["ranks_of_stages"].items():
+        lines.append(f"  {f'ranks against stages, {users}':36}{ratio:12.2f} x")
     for kind, rate in results["prompt_tokens_per_s"].items():
         lines.append(f"  {f'{kind}, one long prompt':36}{rate:12.1f}")
     for kind, sizes in results["memory_mib"].items():

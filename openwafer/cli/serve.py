@@ -6,16 +6,18 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openwafer import __version__
 from openwafer.config import add_flags, flag_values
 from openwafer.errors import UserError
 from openwafer.serve.api.config import ServeConfig
 from openwafer.serve.engine_config import EngineConfig
+from openwafer.swarmx.torchrun import is_distributed, world_size
 
 if TYPE_CHECKING:
     from openwafer.serve.api.served_model import ServedModel
+    from openwafer.serve.pipeline.cluster import Cluster
 
 _NEEDED = ("fastapi", "uvicorn", "uvloop", "httptools", "llguidance", "prometheus_client")
 # What other servers call the same thing.
@@ -34,9 +36,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     config = ServeConfig(**flag_values(ServeConfig, args))
-    engine_config = EngineConfig(**flag_values(EngineConfig, args))
+    engine_config = EngineConfig(**_with_ranks(flag_values(EngineConfig, args)))
     if config.api_key is None and os.environ.get("OPENWAFER_API_KEY"):
         config = dataclasses.replace(config, api_key=os.environ["OPENWAFER_API_KEY"])
+    if not is_distributed() or engine_config.num_csx == 1:
+        return _serve(args.model, config, engine_config)
+
+    from openwafer.serve.pipeline.cluster import Cluster
+    from openwafer.serve.pipeline.members import meet
+    from openwafer.serve.pipeline.rank import serve_stage
+
+    members = meet(args.model, engine_config, __version__)
+    if members.rank > 0:
+        serve_stage(members, args.model, engine_config)
+    with Cluster(members) as cluster:
+        _serve(args.model, config, engine_config, cluster)
+
+
+def _with_ranks(given: dict[str, Any]) -> dict[str, Any]:
+    """Under torchrun every rank is a stage."""
+    if not is_distributed():
+        return given
+    size = world_size()
+    if given.get("num_csx", size) != size:
+        raise UserError(
+            f"num_csx is {given['num_csx']}, and torchrun has started {size} ranks, each of which is a stage: leave "
+            f"out --num_csx, or start {given['num_csx']} ranks"
+        )
+    return given | {"num_csx": size}
+
+
+def _serve(model: str, config: ServeConfig, engine_config: EngineConfig, cluster: "Cluster | None" = None) -> None:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise UserError(f"serving needs {', '.join(missing)}: pip install 'openwafer[serve]'")
@@ -48,10 +78,10 @@ def run(args: argparse.Namespace) -> None:
 
     configure(config.log)
     template = _read_template(config.chat_template)
-    names = _names(config.served_model_name, args.model)
+    names = _names(config.served_model_name, model)
     store = KeyStore(config.keys or default_path())
     service = Service(config, store, names)
-    server = ApiServer(service, lambda: _load(args.model, names, engine_config, config, template))
+    server = ApiServer(service, lambda: _load(model, names, engine_config, config, template, cluster))
     _announce(server.url, names, service.needs_key)
     try:
         server.run()
@@ -60,7 +90,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _load(
-    model: str, names: tuple[str, ...], engine_config: EngineConfig, config: ServeConfig, template: str | None
+    model: str,
+    names: tuple[str, ...],
+    engine_config: EngineConfig,
+    config: ServeConfig,
+    template: str | None,
+    cluster: "Cluster | None",
 ) -> "ServedModel":
     from openwafer.serve.decoder_library import build_ahead
 
@@ -70,7 +105,7 @@ def _load(
     from openwafer.serve.api.served_model import ServedModel
     from openwafer.serve.engine import open_engine
 
-    engine, tokenizer, model_config = open_engine(model, engine_config)
+    engine, tokenizer, model_config = open_engine(model, engine_config, cluster)
     if tokenizer is None:
         engine.close()
         raise UserError(f"{model} has no tokenizer, so it cannot be served: put its tokenizer.json beside it")

@@ -46,6 +46,15 @@ def divide_with_draft(
     return dataclasses.replace(config, dram=config.dram - beside, kv_cache=cache), own
 
 
+def beside_stages(stored: StoredModel, draft: StoredModel, config: EngineConfig) -> tuple[EngineConfig, int]:
+    """The draft's config and bytes where stages are on several hosts: it is on the first, whatever those need."""
+    if config.dram is not None:
+        raise UserError(
+            f"dram {config.dram} with a draft model is for one host: leave out --dram, or --speculation draft"
+        )
+    return _of_draft(stored, draft, config)
+
+
 def _of_draft(stored: StoredModel, draft: StoredModel, config: EngineConfig) -> tuple[EngineConfig, int]:
     """The draft's config, and the bytes of its weights, keys and values."""
     memory = cache_bytes(config.kv_cache, config.dram)

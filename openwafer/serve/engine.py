@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from openwafer.errors import UserError
 from openwafer.models.config import ModelConfig
@@ -28,6 +29,9 @@ from openwafer.serve.scheduler import Scheduler, Work
 from openwafer.serve.sequence import Sequence
 from openwafer.serve.speculation import Lookup, Speculator
 
+if TYPE_CHECKING:
+    from openwafer.serve.pipeline.cluster import Cluster
+
 __all__ = ["EngineConfig", "LocalEngine", "open_engine"]
 
 _log = logging.getLogger(__name__)
@@ -35,14 +39,17 @@ _PATIENCE_S = 3.0  # for a step of other processes to end; the server's own pati
 
 
 def open_engine(
-    path_or_name: str | Path, config: EngineConfig | None = None
+    path_or_name: str | Path, config: EngineConfig | None = None, cluster: "Cluster | None" = None
 ) -> tuple[Engine, Tokenizer | None, ModelConfig]:
-    """Load a model (a pulled name, a file or a folder) and start an engine on it."""
+    """Load a model (a pulled name, a file or a folder) and start an engine on it.
+
+    `cluster`: the ranks that have its stages, one for each of `num_csx`.
+    """
     from openwafer.serve.opening import open_with_speculator
 
     config = config or EngineConfig()
     stored = open_model(path_or_name)
-    runner, speculator = open_with_speculator(stored, config)
+    runner, speculator = open_with_speculator(stored, config, cluster)
     num_tokens = runner.num_blocks * runner.block_size
     limit = min(stored.config.max_position_embeddings, num_tokens)
     if config.max_context is not None and config.max_context > limit:

@@ -24,7 +24,11 @@ class EngineConfig:
     num_threads: int | None = option(
         None, help="CPU threads of the model, all stages together (default: the cores there are)", minimum=1
     )
-    num_csx: int = option(1, help="processes that the layers are divided over, each with its own weights", minimum=1)
+    num_csx: int = option(
+        1,
+        help="processes that the layers are divided over, each with its own weights; under torchrun its ranks",
+        minimum=1,
+    )
     dram: int | None = option(
         None,
         help="memory for weights, keys and values, such as 4GiB; weights that do not fit are streamed from flash "

@@ -3,13 +3,15 @@
 import contextlib
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from openwafer.errors import UserError
 from openwafer.kernels.compiled import NoCompiler
 from openwafer.models.config import ModelConfig
 from openwafer.models.load import StoredModel, open_model
-from openwafer.serve.draft_budget import divide_with_draft
+from openwafer.serve.draft_budget import beside_stages, divide_with_draft
 from openwafer.serve.engine_config import EngineConfig
+from openwafer.serve.host import with_less
 from openwafer.serve.loading import load_program
 from openwafer.serve.lowering import PAGE
 from openwafer.serve.native import NativeRunner, load_library
@@ -19,22 +21,34 @@ from openwafer.serve.speculation import DraftModel, Lookup, Speculator
 from openwafer.serve.stage_plan import StagePlan, plan_stages, settled
 from openwafer.serve.stream import WeightStream
 
+if TYPE_CHECKING:
+    from openwafer.serve.pipeline.cluster import Cluster
+
 _log = logging.getLogger(__name__)
 
 
-def open_with_speculator(stored: StoredModel, config: EngineConfig) -> tuple[Runner, Speculator]:
-    """The model loaded, and who guesses ahead for it; what cannot be is refused before anything is loaded."""
+def open_with_speculator(
+    stored: StoredModel, config: EngineConfig, cluster: "Cluster | None" = None
+) -> tuple[Runner, Speculator]:
+    """The model loaded, and who guesses ahead for it; what cannot be is refused before anything is loaded.
+
+    `cluster`: the stages are its ranks; a draft model is in this process.
+    """
     if config.speculation != "draft":
-        return open_runner(stored, config), Lookup(in_text=config.speculation == "lookup")
+        return open_runner(stored, config, cluster), Lookup(in_text=config.speculation == "lookup")
     draft = _open_draft(stored.config, config)
     if config.device == "cuda":
         from openwafer.serve.gpu.opening import open_with_draft
 
         _check_heads(stored.config)
-        runner, guesser = open_with_draft(stored, draft, config)
+        runner, guesser = open_with_draft(stored, draft, config, cluster=cluster)
     else:
-        config, config_of_draft = divide_with_draft(stored, draft, config)
-        runner = open_runner(stored, config)
+        if cluster is None:
+            config, config_of_draft = divide_with_draft(stored, draft, config)
+            beside = 0
+        else:
+            config_of_draft, beside = beside_stages(stored, draft, config)
+        runner = open_runner(stored, config, cluster, beside)
         try:
             guesser = open_runner(draft, config_of_draft)
         except BaseException:
@@ -44,22 +58,28 @@ def open_with_speculator(stored: StoredModel, config: EngineConfig) -> tuple[Run
     return runner, DraftModel(guesser, max_rows=config.num_step_tokens, max_context=context)
 
 
-def open_runner(stored: StoredModel, config: EngineConfig) -> Runner:
-    """The model loaded, with a cache of the size that `config` gives it."""
+def open_runner(stored: StoredModel, config: EngineConfig, cluster: "Cluster | None" = None, beside: int = 0) -> Runner:
+    """The model loaded, with a cache of the size that `config` gives it.
+
+    `beside`: bytes of a draft model on the first host of `cluster`.
+    """
     _check_heads(stored.config)
     if config.device == "cuda":
         from openwafer.serve.gpu.opening import open_on_gpus
 
-        return open_on_gpus(stored, config)
-    config = settled(stored, config)
-    plans = plan_stages(stored, config)
+        return open_on_gpus(stored, config, cluster=cluster)
+    if cluster is None:
+        config = settled(stored, config)
+        plans = plan_stages(stored, config)
+    else:
+        plans = plan_stages(stored, config, with_less(cluster.members.hosts, beside))
     if len(plans) == 1:
         return open_stage(stored, config, plans[0])
     from openwafer.serve.pipeline.runner import open_pipeline
 
     with contextlib.suppress(NoCompiler):
         load_library()  # built once, before every stage wants it
-    return open_pipeline(stored.path, config, plans)
+    return open_pipeline(stored.path, config, plans, cluster)
 
 
 def open_stage(

@@ -7,9 +7,10 @@ their time again.
 
 import collections
 import contextlib
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ FAILED = "failed"  # a rank tells of an error of its own
 LOST = "lost"  # a rank tells the others which one is gone
 _BEATS = 4  # per timeout, at least
 _LONGEST_PAUSE_S = 1.0  # the live view shows what heartbeats say
+_TELL_S = 2.0  # for telling the other ranks why this one leaves
 _START_TIMEOUT_S = 600.0  # until the first sign of life: a busy host may take long to start processes
 
 
@@ -140,8 +142,7 @@ class Channel:
             try:
                 message = Message.decoded(self._connection.recv_bytes())
             except (EOFError, OSError, RuntimeError) as error:
-                reason = "its connection was closed" if isinstance(error, EOFError) or not str(error) else str(error)
-                return self._lose(reason)
+                return self._lose(_reason(error))
             self._last_heard, self._patience_s = time.monotonic(), self._timeout_s
             if message.kind == ALIVE:
                 if message.fields != self.peer.status:
@@ -183,3 +184,25 @@ class Channel:
         self._mailbox.fail(error)
         if self._on_lost is not None:
             self._on_lost(error)
+
+
+def tell_all(channels: Iterable[Channel], message: Message) -> None:
+    """At once and for a short time only: some may be gone."""
+    threads = [threading.Thread(target=_quietly, args=(channel, message), daemon=True) for channel in channels]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_TELL_S)
+
+
+def _quietly(channel: Channel, message: Message) -> None:
+    with contextlib.suppress(UserError, OSError, RuntimeError, ValueError):  # that rank is gone too
+        channel.send(message)
+
+
+def _reason(error: Exception) -> str:
+    """What happened to a connection, without the place in the library that noticed."""
+    said = str(error)
+    if isinstance(error, EOFError) or not said or "closed by peer" in said or "reset by peer" in said:
+        return "its connection was closed"
+    return re.sub(r"^\[[^]]*\] ", "", said.splitlines()[0])

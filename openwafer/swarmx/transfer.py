@@ -1,5 +1,6 @@
 """Tensors and messages from rank to rank over torch.distributed, point to point."""
 
+import datetime
 import struct
 from collections.abc import Iterable
 from typing import Any
@@ -18,10 +19,10 @@ class Transfer:
     def __init__(self, works: Iterable[Any]) -> None:
         self._works = list(works)
 
-    def wait(self) -> None:
-        """Until all are done; RuntimeError when the other side is gone."""
+    def wait(self, most: datetime.timedelta | None = None) -> None:
+        """Until all are done; RuntimeError when the other side is gone, or each takes longer (default: the group's)."""
         for work in self._works:
-            work.wait()
+            work.wait() if most is None else work.wait(most)
 
 
 def start_send(group: Any, tensor: Tensor, rank: int, tag: int) -> Transfer:

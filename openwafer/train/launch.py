@@ -10,7 +10,7 @@ from openwafer import checkpoint
 from openwafer.errors import UserError
 from openwafer.swarmx.channel import RankLost
 from openwafer.swarmx.share import check_shares
-from openwafer.swarmx.world import is_distributed
+from openwafer.swarmx.torchrun import is_distributed
 from openwafer.train.gpu import GpuWorker
 from openwafer.train.gpu_workers import GpuWorkers
 from openwafer.train.job import Job, JobConfig, JobResult

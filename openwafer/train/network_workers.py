@@ -15,7 +15,7 @@ from openwafer.memoryx.optimizer import make_optimizer
 from openwafer.memoryx.placement import Placement, open_tiers
 from openwafer.memoryx.store import Store
 from openwafer.memoryx.tier import Key, Tier
-from openwafer.swarmx.channel import FAILED, LOST, Channel, Mailbox, RankLost
+from openwafer.swarmx.channel import FAILED, LOST, Channel, Mailbox, RankLost, tell_all
 from openwafer.swarmx.message import Message
 from openwafer.swarmx.network import NetworkHub
 from openwafer.swarmx.reach import is_reached
@@ -25,7 +25,6 @@ from openwafer.swarmx.world import World
 from openwafer.train.followers import Follower, Followers
 from openwafer.train.swarm import Swarm, SwarmLink
 
-_TELL_S = 2.0  # for telling the other ranks why this one leaves
 _LOST_EXIT = 75  # the exit status of a rank that gives up because another is gone: try again
 
 
@@ -59,7 +58,7 @@ class Wires:
             if self._is_over:
                 return
             print(f"{self.world.name(self.world.rank)}: {error}", file=sys.stderr, flush=True)
-            self._tell_all(Message(LOST, {"who": error.who, "why": error.why}))
+            tell_all(self.channels.values(), Message(LOST, {"who": error.who, "why": error.why}))
             os._exit(_LOST_EXIT)
 
     def _look_at_link(self) -> None:
@@ -85,29 +84,13 @@ class Wires:
 
     def fail(self, error: UserError) -> None:
         """An error of our own ends the run everywhere."""
-        self._tell_all(Message(FAILED, {"error": str(error)}))
-
-    def _tell_all(self, message: Message) -> None:
-        """At once and for a short time only: some may be gone."""
-        sends = [channel.send for channel in self.channels.values()]
-        threads = [threading.Thread(target=_quietly, args=(send, message), daemon=True) for send in sends]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(_TELL_S)
+        tell_all(self.channels.values(), Message(FAILED, {"error": str(error)}))
 
     def close(self) -> None:
         with self._lock:
             self._is_over = True
         for channel in self.channels.values():
             channel.stop()
-
-
-def _quietly(send: Callable[[Message], None], message: Message) -> None:
-    try:
-        send(message)
-    except (UserError, OSError, RuntimeError, ValueError):
-        return  # that rank is gone too
 
 
 class NetworkWorkers:

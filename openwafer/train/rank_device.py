@@ -14,6 +14,7 @@ from openwafer.csx.gpu import Gpu
 from openwafer.errors import UserError
 from openwafer.graph import Graph
 from openwafer.swarmx.share import share_of
+from openwafer.swarmx.torchrun import Launched
 from openwafer.swarmx.tree import nodes_of
 from openwafer.train.device_budget import DeviceBudget, share_of_device
 from openwafer.train.streamed import on_device
@@ -29,11 +30,9 @@ class Place:
     @classmethod
     def of_this_rank(cls, num_memoryx: int, environment: Mapping[str, str]) -> "Place | None":
         """From what torchrun sets; None for a store."""
-        try:
-            rank, local, size = (int(environment[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-        except KeyError as error:
-            raise UserError(f"device cuda: {error.args[0]} is not set, so this rank's GPU is unknown") from None
-        num_stores = max(0, min(size, num_memoryx - (rank - local)))  # the first ranks of the world, so also here
+        launched = Launched.read(environment, "this rank's GPU is unknown (device cuda)")
+        local, size = launched.local_rank, launched.local_size
+        num_stores = max(0, min(size, num_memoryx - launched.first_of_host))  # they are the first ranks, here too
         return None if local < num_stores else cls(local - num_stores, size - num_stores)
 
     def gpu(self, num_gpus: int) -> int:

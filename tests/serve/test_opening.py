@@ -113,7 +113,7 @@ def test_a_draft_that_cannot_be_opened_leaves_no_model_open(folder: Path, monkey
     opened: list[Runner] = []
     closed: list[Runner] = []
 
-    def open_one(model: StoredModel, config: EngineConfig) -> Runner:
+    def open_one(model: StoredModel, config: EngineConfig, *_: object) -> Runner:
         if opened:
             raise UserError("no room for the draft")
         opened.append(open_runner(model, config))

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from openwafer.cli.main import main
 from openwafer.errors import UserError
 from openwafer.swarmx.config import SwarmConfig
-from openwafer.swarmx.world import Meeting, _verdict
+from openwafer.swarmx.meeting import Meeting
+from openwafer.swarmx.world import _verdict
 
 HELLO = {"version": "1", "torch": "2", "params": "abc", "machine": "m", "threads": 1, "trouble": None}
 

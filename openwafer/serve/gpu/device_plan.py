@@ -21,6 +21,7 @@ from openwafer.serve.gpu.layer_shelf import NUM_FLASH_BUFFERS, flash_buffer_byte
 from openwafer.serve.gpu.layer_stream import ALIGNMENT, NUM_BUFFERS
 from openwafer.serve.gpu.splitting import most_bytes
 from openwafer.serve.gpu.tuning import Tuning
+from openwafer.serve.host import Host, by_host, num_cores
 from openwafer.serve.inventory import Inventory, Size, take_inventory
 from openwafer.serve.lowering import PAGE
 from openwafer.serve.program import ProgramBuilder
@@ -131,15 +132,23 @@ def plan_devices(
     gpus: Gpus,
     free_dram: int | None = None,
     beside: Beside | None = None,
+    hosts: Sequence[Host] | None = None,
 ) -> list[DevicePlan]:
     """One plan for each of `num_csx` processes, by what their products cost; several may have to share a GPU.
 
-    `free_dram`: bytes of the host that can be had; None: enough.
+    `free_dram`: bytes of the host that can be had; None: enough. With `hosts` those say what they have, and `gpus`
+    only what CUDA takes; a draft model is on the first of them.
     """
     shape, dtype = stored.config, device_dtype(config)
     inventory = take_inventory(stored, config)
     regions = divided(inventory, config.num_csx)
-    shares = _shares(config.device_memory, gpus, len(regions), beside)
+    hosts = hosts or [_this_host(gpus, len(regions), free_dram)]
+    context_bytes = gpus.context_bytes if len(regions) > 1 else None
+    shares = [
+        share
+        for index, host in enumerate(hosts)
+        for share in _shares(config.device_memory, host, context_bytes, beside if index == 0 else None)
+    ]
     # Who shares a GPU with a draft model leaves room for its keys and values.
     needs = [
         replace(need, block=need.block + share.beside_block)
@@ -154,26 +163,37 @@ def plan_devices(
     fits = _all_fitted(shares, needs, given, most)
     if len(fits) > 1:  # all have the same blocks; who has room for more keeps more layers
         fits = _all_fitted(shares, needs, min(num_blocks for num_blocks, _ in fits), most)
-    num_gpus, threads = gpus.count(), threads_of_stages(config.num_threads, len(regions))
+    parts = by_host(hosts, list(zip(regions, needs, shares, fits, strict=True)))
+    return [
+        plan
+        for host, held in zip(hosts, parts, strict=True)
+        for plan in shelved(_plans_of(host, config, held), config.dram, host.free_dram)
+    ]
+
+
+def _plans_of(
+    host: Host, config: EngineConfig, held: "Sequence[tuple[Region, Needs, Share, tuple[int, int]]]"
+) -> list[DevicePlan]:
+    threads = threads_of_stages(config.num_threads, host.num_stages, host.num_cores)
     plans: list[DevicePlan] = []
-    for stage, (region, need, (num_blocks, num_streamed)) in enumerate(zip(regions, needs, fits, strict=True)):
+    for place, (region, need, share, (num_blocks, num_streamed)) in enumerate(held):
         streamed = sorted(spread(region.layers, num_streamed))
         streamed_bytes = sum(need.layers[layer - region.first] for layer in streamed)
         plans.append(
             DevicePlan(
                 region=region,
-                gpu=stage % num_gpus,
-                limit=shares[stage].limit_of_process(num_blocks),
+                gpu=place % len(host.gpus),
+                limit=share.limit_of_process(num_blocks),
                 num_blocks=num_blocks,
                 streamed_layers=tuple(streamed),
                 flash_layers=(),
                 layer_bytes=max(need.layers),
                 resident_bytes=need.ends + sum(need.layers) - streamed_bytes,
                 streamed_bytes=streamed_bytes,
-                num_threads=threads[stage],
+                num_threads=threads[place],
             )
         )
-    return shelved(plans, config.dram, free_dram)
+    return plans
 
 
 def shelved(plans: list[DevicePlan], dram: int | None, free_dram: int | None) -> list[DevicePlan]:
@@ -304,23 +324,30 @@ def _too_small(least: int, share: Share, needs: Needs, error: TooSmall) -> UserE
     )
 
 
-def _shares(device_memory: int | None, gpus: Gpus, num_stages: int, beside: Beside | None) -> list[Share]:
-    """Each process's part of `device_memory`, or of what is free, less what CUDA and a draft model take."""
-    num_gpus = gpus.count()
+def _this_host(gpus: Gpus, num_stages: int, free_dram: int | None) -> Host:
+    memory = tuple(gpus.memory(index) for index in range(min(gpus.count(), num_stages)))
+    return Host(num_stages=num_stages, num_cores=num_cores(), free_dram=free_dram, gpus=memory)
+
+
+def _shares(device_memory: int | None, host: Host, context_bytes: int | None, beside: Beside | None) -> list[Share]:
+    """Each process's part of `device_memory`, or of what is free, less what CUDA and a draft model take.
+
+    `context_bytes` of CUDA are for each process that is not there yet; None: this is the only one, and has them.
+    """
+    num_gpus, num_stages = len(host.gpus), host.num_stages
     shares: list[Share] = []
     for stage in range(num_stages):
         num_sharing = len(range(stage % num_gpus, num_stages, num_gpus))
         draft = beside if stage % num_gpus == 0 else None
-        free, total = gpus.memory(stage % num_gpus)
+        free, total = host.gpus[stage % num_gpus]
         used = total - free
         if device_memory is not None and device_memory > total:
             raise UserError(
                 f"device_memory {shown(device_memory)}: the GPU has {shown(total)}, and {shown(free)} are free; "
                 f"give at most {shown(total)}"
             )
-        if num_stages > 1:
-            # Of processes that are not there yet, and of the engine's own if it has a model to run.
-            used += (num_sharing + (draft is not None)) * gpus.context_bytes
+        # Also of the engine's own process if it has a model to run.
+        used += (num_sharing + (draft is not None)) * (context_bytes or 0)
         limit = int(_FREE_SHARE * (total - used)) if device_memory is None else device_memory - used
         if limit <= 0:
             raise UserError(
@@ -335,7 +362,7 @@ def _shares(device_memory: int | None, gpus: Gpus, num_stages: int, beside: Besi
                 used=used,
                 beside_fixed=fixed,
                 beside_block=-(-block // num_sharing),
-                has_draft=draft is not None and num_stages == 1,
+                has_draft=draft is not None and context_bytes is None,
             )
         )
     return shares

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,22 +19,40 @@ from openwafer.serve.gpu.runner import BLOCK_SIZE, GpuRunner
 from openwafer.serve.loading import load_program
 from openwafer.serve.runner import Runner
 
+if TYPE_CHECKING:
+    from openwafer.serve.pipeline.cluster import Cluster
+
 _log = logging.getLogger(__name__)
 
 
-def open_on_gpus(stored: StoredModel, config: EngineConfig, gpus: Gpus | None = None) -> Runner:
+def gpu_of(local_rank: int) -> tuple[int, tuple[int, int]]:
+    """(GPUs of this host, (free, all) bytes of the one that a rank uses, of those that torchrun started here)."""
+    gpus = Gpus()
+    count = gpus.count()
+    return count, gpus.memory(local_rank % count)
+
+
+def open_on_gpus(
+    stored: StoredModel, config: EngineConfig, gpus: Gpus | None = None, cluster: "Cluster | None" = None
+) -> Runner:
     """The model loaded, with a cache of the size that `config` gives it or that there is room for."""
     gpus = gpus or Gpus()
-    return _opened(stored, config, plan_devices(stored, config, gpus, available_bytes()), gpus)
+    hosts = None if cluster is None else cluster.members.hosts
+    return _opened(stored, config, plan_devices(stored, config, gpus, available_bytes(), hosts=hosts), gpus, cluster)
 
 
 def open_with_draft(
-    stored: StoredModel, draft: StoredModel, config: EngineConfig, gpus: Gpus | None = None
+    stored: StoredModel,
+    draft: StoredModel,
+    config: EngineConfig,
+    gpus: Gpus | None = None,
+    cluster: "Cluster | None" = None,
 ) -> tuple[Runner, Runner]:
     """The same with a draft model beside it; planned together, so that neither takes what the other counts on."""
     gpus = gpus or Gpus()
-    plans, plan_of_draft = plan_with_draft(stored, draft, config, gpus, available_bytes())
-    runner = _opened(stored, config, plans, gpus)
+    hosts = None if cluster is None else cluster.members.hosts
+    plans, plan_of_draft = plan_with_draft(stored, draft, config, gpus, available_bytes(), hosts)
+    runner = _opened(stored, config, plans, gpus, cluster)
     _log.info("the draft model: %s", plan_of_draft)
     try:
         return runner, open_on_gpu(draft, config, plan_of_draft, gpus)
@@ -42,14 +61,16 @@ def open_with_draft(
         raise
 
 
-def _opened(stored: StoredModel, config: EngineConfig, plans: list[DevicePlan], gpus: Gpus) -> Runner:
+def _opened(
+    stored: StoredModel, config: EngineConfig, plans: list[DevicePlan], gpus: Gpus, cluster: "Cluster | None"
+) -> Runner:
     for plan in plans:
         _log.log(logging.WARNING if plan.streamed_layers else logging.INFO, "%s", plan)
     if len(plans) == 1:
         return open_on_gpu(stored, config, plans[0], gpus)
     from openwafer.serve.pipeline.runner import open_pipeline
 
-    return open_pipeline(stored.path, config, plans)
+    return open_pipeline(stored.path, config, plans, cluster)
 
 
 def open_on_gpu(

@@ -1,8 +1,9 @@
-"""One way of bytes from a process to the next on this host: whole messages over a socket without a name.
+"""Ways of bytes from a process to the next: whole messages, and a process that is gone is known.
 
-Why not `torch.distributed`: a message of a decoding step is a few kilobytes, and over a Unix socket it takes tens of
-microseconds without a port, a rendezvous or threads (`bench/pipeline_cpu.py` prints both). A process that dies closes
-its ends, however it ended, and whoever reads from it knows at once.
+`Pipe` joins processes of one host, over a socket without a name: a message of a decoding step is a few kilobytes and
+takes tens of microseconds, without a port, a rendezvous or threads. `Link` (`link.py`) joins hosts, over
+`torch.distributed`, and takes several times as long (`bench/pipeline_cpu.py` prints both). With both a process that
+dies closes its ends, however it ended, and whoever reads from it knows at once.
 """
 
 import queue
@@ -10,7 +11,7 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 _LENGTH = struct.Struct("<Q")
 _BUFFER_BYTES = 1 << 20
@@ -18,6 +19,18 @@ _BUFFER_BYTES = 1 << 20
 
 class Broken(Exception):
     """The process at the other end is gone."""
+
+
+class Sender(Protocol):
+    """One end of a pipe or a link."""
+
+    def send(self, parts: Sequence[Any]) -> None: ...
+
+
+class Receiver(Protocol):
+    """The other end: waits for a whole message."""
+
+    def receive(self) -> memoryview: ...
 
 
 class Pipe:
@@ -67,10 +80,10 @@ class Pipe:
 
 
 class Inbox:
-    """Messages of a pipe, read by a thread as they come: a sender never waits for whoever is still computing."""
+    """Messages of a pipe or a link, read by a thread as they come: a sender never waits for who is still computing."""
 
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe = pipe
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
         self._messages: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
 
@@ -81,10 +94,21 @@ class Inbox:
             self._messages.put(None)  # for whoever asks again
         return message
 
+    def receive(self) -> memoryview:
+        """The next message, or `Broken`."""
+        message = self.get()
+        if message is None:
+            raise Broken("no more will come")
+        return message
+
+    def end(self) -> None:
+        """Nobody who waits is to wait longer, whether the sender is there or not."""
+        self._messages.put(None)
+
     def _read(self) -> None:
         while True:
             try:
-                self._messages.put(self._pipe.receive())
+                self._messages.put(self._receiver.receive())
             except Broken:
                 self._messages.put(None)
                 return

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from openwafer.errors import UserError
 from openwafer.serve.pipeline.pipe import Broken, Pipe
@@ -23,35 +23,31 @@ class StageLost(UserError):
     """A stage died, so the engine cannot go on."""
 
 
-class StageShare(Protocol):
-    """What the engine has to know of a stage's plan."""
-
-    @property
-    def num_threads(self) -> int: ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
-
 class StageProcesses:
-    """One process for each plan, in a row. `first` takes batches, `last` gives results."""
+    """One process for each spec, in a row. `first` takes batches, `last` gives results."""
 
     # What Python is told to run; a test has another.
     program: ClassVar[tuple[str, ...]] = ("-m", "openwafer.serve.pipeline.stage")
 
-    def __init__(self, specs: Sequence[StageSpec], plans: Sequence[StageShare]) -> None:
+    def __init__(self, specs: Sequence[StageSpec], link: str | None = None) -> None:
+        """`link`: the last process sends to another host over it. Then there is no `last`, and nobody waits yet."""
+        self._specs = specs
+        self._link = link
         self._is_ended = False  # by us
         self._processes: list[subprocess.Popen[bytes]] = []
         self._controls: list[Pipe] = []
         ours, upstream = socket.socketpair()
         self.first = Pipe(ours)
         try:
-            for spec, plan in zip(specs, plans, strict=True):
+            for spec in specs if link is None else specs[:-1]:
                 downstream, next_upstream = socket.socketpair()
-                self._start(spec, plan, upstream, downstream)
+                self._start(spec, upstream, downstream)
                 upstream = next_upstream
-            self.last = Pipe(upstream)
-            self._await_ready()
+            if link is None:
+                self.last = Pipe(upstream)
+                self.await_ready()
+            else:
+                self._start(specs[-1], upstream, link)
         except BaseException:
             self.kill()
             self.first.close()
@@ -62,15 +58,18 @@ class StageProcesses:
     def process_ids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def _start(self, spec: StageSpec, plan: StageShare, upstream: socket.socket, downstream: socket.socket) -> None:
+    def _start(self, spec: StageSpec, upstream: socket.socket, downstream: socket.socket | str) -> None:
         control, theirs = socket.socketpair()
-        ends = (theirs, upstream, downstream)
+        ends = [theirs, upstream]
+        if isinstance(downstream, socket.socket):
+            ends.append(downstream)
         root = str(Path(__file__).parents[3])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(plan.num_threads)}
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(spec.plan.num_threads)}
         numbers = [end.fileno() for end in ends]
+        link = [downstream] if isinstance(downstream, str) else []
         process = subprocess.Popen(
-            [sys.executable, *self.program, *map(str, numbers)],
+            [sys.executable, *self.program, *map(str, numbers), *link],
             pass_fds=numbers,
             stdin=subprocess.DEVNULL,
             env=environment,
@@ -81,7 +80,7 @@ class StageProcesses:
         self._controls.append(Pipe(control))
         self._controls[-1].send([spec.encoded()])
 
-    def _await_ready(self) -> None:
+    def await_ready(self) -> None:
         """Until every stage has loaded its layers; the first that fails says why."""
         with selectors.DefaultSelector() as selector:
             for index, control in enumerate(self._controls):
@@ -99,7 +98,14 @@ class StageProcesses:
         except Broken:
             raise self._lost(index, " while it loaded its layers") from None
         if said != "ready":
-            raise UserError(f"stage {index + 1} of {len(self._processes)}: {said.removeprefix('error ')}")
+            raise UserError(f"{self._specs[index].name}: {said.removeprefix('error ')}")
+
+    def wait_for_word(self) -> None:
+        """Until a stage says something, or has ended: after its start it says only why it fails."""
+        with selectors.DefaultSelector() as selector:
+            for control in self._controls:
+                selector.register(control, selectors.EVENT_READ)
+            selector.select()
 
     def check(self) -> None:
         """Raise if a stage has ended."""
@@ -121,7 +127,7 @@ class StageProcesses:
 
     def _lost(self, index: int, when: str = "") -> StageLost:
         process = self._processes[index]
-        name = f"stage {index + 1} of {len(self._processes)} (process {process.pid})"
+        name = f"{self._specs[index].name} (process {process.pid})"
         try:
             said = bytes(self._controls[index].receive()).decode()
             return StageLost(f"{name} failed: {said.removeprefix('error ')}")
@@ -147,7 +153,8 @@ class StageProcesses:
             except subprocess.TimeoutExpired:
                 break
         self.kill()
-        self.last.close()
+        if self._link is None:
+            self.last.close()
 
     def kill(self) -> None:
         self._is_ended = True

@@ -10,7 +10,7 @@ import numpy as np
 from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.lowering import PAGE
 from openwafer.serve.pipeline.message import Work, decoded_result
-from openwafer.serve.pipeline.pipe import Broken, Pipe
+from openwafer.serve.pipeline.pipe import Broken, Receiver, Sender
 from openwafer.serve.pipeline.processes import StageLost, StageProcesses
 from openwafer.serve.pipeline.spec import StageSpec
 from openwafer.serve.runner import Batch, Draw, Drawn
@@ -18,13 +18,21 @@ from openwafer.serve.stage_plan import StagePlan
 
 if TYPE_CHECKING:
     from openwafer.serve.gpu.device_plan import DevicePlan
+    from openwafer.serve.pipeline.cluster import Cluster
 
 
 class Stages(Protocol):
     """Stages in a row, started."""
 
-    first: Pipe  # takes batches
-    last: Pipe  # gives results
+    @property
+    def first(self) -> Sender:
+        """Takes batches."""
+        ...
+
+    @property
+    def last(self) -> Receiver:
+        """Gives results."""
+        ...
 
     def check(self) -> None:
         """Raise if one has ended."""
@@ -40,20 +48,23 @@ class Stages(Protocol):
 
 
 def open_pipeline(
-    model: Path, config: EngineConfig, plans: "Sequence[StagePlan] | Sequence[DevicePlan]"
+    model: Path,
+    config: EngineConfig,
+    plans: "Sequence[StagePlan] | Sequence[DevicePlan]",
+    cluster: "Cluster | None" = None,
 ) -> "PipelineRunner":
-    """Start a process for each plan, and wait until all have loaded their layers."""
+    """A process for each plan, here or (with `cluster`) one on each rank, once all have loaded their layers."""
     config = dataclasses.replace(config, num_csx=len(plans))
     specs = [
-        StageSpec(
-            model=model.resolve(),
-            config=config,
-            index=index,
-            device_plan=None if isinstance(plan, StagePlan) else plan,
-        )
-        for index, plan in enumerate(plans)
+        StageSpec(model=model.resolve(), config=config, index=index, plan=plan) for index, plan in enumerate(plans)
     ]
-    return PipelineRunner(StageProcesses(specs, plans), num_stages=len(plans), num_blocks=plans[0].num_blocks)
+    if cluster is None:
+        stages: Stages = StageProcesses(specs)
+    else:
+        from openwafer.serve.pipeline.stage_ranks import StageRanks
+
+        stages = StageRanks(cluster, specs)
+    return PipelineRunner(stages, num_stages=len(plans), num_blocks=plans[0].num_blocks)
 
 
 class PipelineRunner:

@@ -1,7 +1,8 @@
 """One stage of a pipeline, in a process of its own: `python -m openwafer.serve.pipeline.stage CONTROL IN OUT`.
 
-The three numbers are descriptors of sockets: to the engine's process, from the stage before and to the stage after.
-The stage lives as long as the first of them: when the engine's process is gone, so is the stage.
+CONTROL and IN are descriptors of sockets: to the engine's process, and from the stage before. OUT is a third one, to
+the stage after, or the name of a link to it if that is on another host. The stage lives as long as the first of them:
+when the engine's process is gone, so is the stage. Stages on other hosts are in `rank.py`.
 """
 
 import os
@@ -16,23 +17,34 @@ import numpy as np
 
 from openwafer.errors import UserError
 from openwafer.serve.pipeline.message import Work, encoded_result
-from openwafer.serve.pipeline.pipe import Broken, Inbox, Pipe
+from openwafer.serve.pipeline.pipe import Broken, Inbox, Pipe, Sender
 from openwafer.serve.pipeline.spec import StageSpec
 from openwafer.serve.runner import Draw, DrawingStageRunner, Drawn, StageRunner
 from openwafer.serve.sampler import draw_plain
+from openwafer.serve.stage_plan import StagePlan
+
+NO_MEMORY = "there is not enough memory for its layers: give --dram a number that fits"
 
 
 def main() -> None:
     # Ctrl-C and SIGTERM are for the engine's process, which lets answers finish and then lets us go.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    control, inbound, outbound = (Pipe(socket.socket(fileno=int(number))) for number in sys.argv[1:])
+    control, inbound = (Pipe(socket.socket(fileno=int(number))) for number in sys.argv[1:3])
     spec = StageSpec.decoded(control.receive())
     threading.Thread(target=_watch, args=(control,), daemon=True).start()
     try:
-        runner = _open(spec)
+        outbound = _outbound(sys.argv[3])
+        runner = open_region(spec)
         control.send([b"ready"])
-        run_batches(runner, Inbox(inbound), outbound, is_last=spec.is_last)
+        inbox = Inbox(inbound)
+        try:
+            run_batches(runner, inbox, outbound, is_last=spec.is_last)
+        except Broken:
+            if isinstance(outbound, Pipe):
+                raise  # and by ending tell the stage before
+            while inbox.get() is not None:
+                pass  # the engine hears from the other host, or that it is gone, and lets us go
         runner.close()
     except Broken:
         pass
@@ -40,9 +52,19 @@ def main() -> None:
         control.send([f"error {error}".encode()])
         os._exit(1)
     except MemoryError:
-        control.send([b"error there is not enough memory for its layers: give --dram a number that fits"])
+        control.send([b"error " + NO_MEMORY.encode()])
         os._exit(1)
     os._exit(0)  # at once: threads that read must not hold the process
+
+
+def _outbound(name: str) -> Sender:
+    if name.isdigit():
+        return Pipe(socket.socket(fileno=int(name)))
+    from openwafer.serve.pipeline.link import Link
+
+    link = Link(name, side=0)
+    link.join()
+    return link
 
 
 def _watch(control: Pipe) -> None:
@@ -53,26 +75,24 @@ def _watch(control: Pipe) -> None:
         os._exit(1)
 
 
-def _open(spec: StageSpec) -> StageRunner:
+def open_region(spec: StageSpec) -> StageRunner:
+    """What the spec says, loaded."""
     import torch
 
     from openwafer.models.load import open_model
     from openwafer.serve.opening import open_stage
-    from openwafer.serve.stage_plan import plan_stages
 
     stored = open_model(spec.model)
     folder = None if spec.config.flash is None else spec.config.flash / f"stage-{spec.index}"
-    if spec.device_plan is not None:
-        from openwafer.serve.gpu.opening import open_on_gpu
+    torch.set_num_threads(spec.plan.num_threads)
+    if isinstance(spec.plan, StagePlan):
+        return open_stage(stored, spec.config, spec.plan, folder)
+    from openwafer.serve.gpu.opening import open_on_gpu
 
-        torch.set_num_threads(spec.device_plan.num_threads)
-        return open_on_gpu(stored, spec.config, spec.device_plan, folder=folder)
-    plan = plan_stages(stored, spec.config)[spec.index]
-    torch.set_num_threads(plan.num_threads)
-    return open_stage(stored, spec.config, plan, folder)
+    return open_on_gpu(stored, spec.config, spec.plan, folder=folder)
 
 
-def run_batches(runner: StageRunner, inbox: Inbox, outbound: Pipe, *, is_last: bool) -> None:
+def run_batches(runner: StageRunner, inbox: Inbox, outbound: Sender, *, is_last: bool) -> None:
     """Until no more come."""
     busy_s = 0.0
     draws_itself = isinstance(runner, DrawingStageRunner)

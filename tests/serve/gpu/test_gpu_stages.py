@@ -13,6 +13,7 @@ from openwafer.serve.engine_config import EngineConfig
 from openwafer.serve.gpu.device_plan import DevicePlan, plan_devices
 from openwafer.serve.gpu.opening import open_on_gpu
 from openwafer.serve.gpu.runner import GpuRunner
+from openwafer.serve.host import Host
 from openwafer.serve.pipeline.runner import PipelineRunner
 from openwafer.serve.runner import DrawingStageRunner
 from tests.serve.conftest import CONFIGS, Answer, Client, stored, tiny_module
@@ -142,3 +143,21 @@ def test_the_stage_with_least_room_decides_on_the_blocks_and_others_keep_more_la
     assert found[0].num_blocks == found[1].num_blocks <= alone[0].num_blocks
     assert found[0].streamed_layers
     assert not found[1].streamed_layers
+
+
+def test_stages_on_two_hosts_use_the_gpus_of_each() -> None:
+    """One stage on the first host, three on the second, which has two GPUs; the first has least room."""
+    model = stored(tiny_module(dataclasses.replace(DEEP, num_hidden_layers=9)))
+    hosts = [
+        Host(num_stages=1, num_cores=4, gpus=((900_000, 900_000),)),
+        Host(num_stages=3, num_cores=9, gpus=((4 << 20, 5 << 20), (8 << 20, 8 << 20))),
+    ]
+    config = EngineConfig(**CHOSEN | {"num_csx": 4, "max_running": 1, "num_threads": None})
+    found = plan_devices(model, config, SizedGpus(), hosts=hosts)
+    assert [plan.gpu for plan in found] == [0, 0, 1, 0]
+    assert [plan.num_threads for plan in found] == [4, 3, 3, 3]
+    free = [900_000 - 1000, (4 << 20) - 2000, (8 << 20) - 1000]
+    limits = [int(0.92 * each) for each in free]
+    assert [plan.limit for plan in found] == [limits[0], limits[1] // 2, limits[2], limits[1] // 2]
+    assert [layer for plan in found for layer in plan.region.layers] == list(range(9))
+    assert len({plan.num_blocks for plan in found}) == 1

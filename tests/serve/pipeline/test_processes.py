@@ -1,5 +1,6 @@
 """Stages as processes: what is said when one cannot load. How they serve and die is in tests/cli/test_cli_serve.py."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,17 @@ from openwafer.serve.pipeline.processes import StageProcesses
 from openwafer.serve.pipeline.spec import StageSpec
 from openwafer.serve.region import Region
 from openwafer.serve.stage_plan import StagePlan
+from openwafer.serve.stream import Placement
+
+PLAN = StagePlan(
+    region=Region(first=0, stop=2, num_layers=2), num_blocks=4, half_cache=False, num_threads=1, placement=None
+)
 
 
 def test_a_stage_that_cannot_load_says_why(tmp_path: Path) -> None:
-    plan = StagePlan(
-        region=Region(first=0, stop=2, num_layers=2), num_blocks=4, half_cache=False, num_threads=1, placement=None
-    )
-    spec = StageSpec(model=tmp_path / "gone", config=EngineConfig(), index=0)
+    spec = StageSpec(model=tmp_path / "gone", config=EngineConfig(), index=0, plan=PLAN)
     with pytest.raises(UserError, match=r"stage 1 of 1: no file or folder .*gone"):
-        StageProcesses([spec], [plan])
+        StageProcesses([spec])
 
 
 def test_the_plan_of_a_gpu_arrives_as_it_was_sent() -> None:
@@ -35,14 +38,15 @@ def test_the_plan_of_a_gpu_arrives_as_it_was_sent() -> None:
         streamed_bytes=20,
         num_threads=3,
     )
-    spec = StageSpec(
-        model=Path("model"), config=EngineConfig(device="cuda", device_memory=5), index=0, device_plan=plan
-    )
+    config = EngineConfig(device="cuda", device_memory=5)
+    spec = StageSpec(model=Path("model"), config=config, index=0, plan=plan)
     assert StageSpec.decoded(spec.encoded()) == spec
 
 
 def test_a_spec_arrives_as_it_was_sent() -> None:
     config = EngineConfig(num_csx=3, dram=1 << 30, flash=Path("somewhere"), quantization="int4", prefix_cache=False)
-    spec = StageSpec(model=Path("model"), config=config, index=2)
+    placement = Placement(layers=frozenset([1, 0]), head=True, table=False, unit_bytes=5, pool_bytes=10, file_bytes=11)
+    plan = dataclasses.replace(PLAN, placement=placement)
+    spec = StageSpec(model=Path("model"), config=config, index=2, plan=plan)
     assert StageSpec.decoded(spec.encoded()) == spec
     assert spec.is_last
