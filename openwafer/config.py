@@ -259,7 +259,22 @@ def add_flags(parser: argparse.ArgumentParser, cls: type, names: Iterable[str]) 
     for name in names:
         field = fields[name]
         metavar = "SIZE" if field.metadata.get("size") else _metavar(hints[name])
-        parser.add_argument(f"--{name}", metavar=metavar, help=_flag_help(field), default=argparse.SUPPRESS)
+        given: dict[str, Any] = {"metavar": metavar, "help": _flag_help(field), "default": argparse.SUPPRESS}
+        if _plain(hints[name]) is bool:
+            given |= {"nargs": "?", "const": "true", "action": _Switch}
+        parser.add_argument(f"--{name}", **given)
+
+
+class _Switch(argparse.Action):
+    """`--x` means `--x true`."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if not isinstance(yaml_scalar(values), bool):
+            # It may be an argument that belongs to nobody: `serve --batch_invariant MODEL`.
+            raise UserError(f"{option} must be true or false, got {values!r}: is `{option} true` meant?")
+        setattr(namespace, self.dest, values)
 
 
 def flag_values(cls: type, namespace: argparse.Namespace) -> dict[str, Any]:

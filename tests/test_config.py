@@ -200,7 +200,7 @@ def test_only_flags_that_were_given_are_returned() -> None:
         (["--width", "x"], "--width must be a whole number, got 'x'"),
         (["--width", ""], "--width must be a whole number, got ''"),
         (["--seed", " "], "--seed must be a whole number, got ' '"),
-        (["--fast", "1"], "--fast must be true or false, got 1"),
+        (["--fast", "1"], "--fast must be true or false, got '1': is `--fast true` meant?"),
         (["--memory", "much"], "--memory must be a size such as 4GiB or 500MB, got 'much'"),
         (["--betas", "1"], "--betas must be a list of 2 values, got [1]"),
     ],
@@ -209,6 +209,12 @@ def test_a_bad_flag_is_named(argv: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         flags(*argv)
     assert str(caught.value) == message
+
+
+def test_a_truth_value_may_be_left_out() -> None:
+    assert flags("--fast") == flags("--fast", "true") == {"fast": True}
+    assert flags("--fast", "--width", "2") == {"fast": True, "width": 2}
+    assert flags("--fast", "false") == flags("--fast", "no") == {"fast": False}
 
 
 def test_flag_help_comes_from_the_field() -> None:
