@@ -260,6 +260,10 @@ def test_console(page: Page, site: Running):
     page.js("localStorage.clear()")
     page.open(site.url + "/")
     page.wait("document.querySelector('#key-dialog').open")
+    assert page.text("#key-dialog .error") == ""
+    page.write("#key-dialog input", "wrong")
+    page.press("Enter")
+    page.wait("/not valid/.test(document.querySelector('#key-dialog .error')?.innerText)")
     page.write("#key-dialog input", secret)
     page.press("Enter")
     page.wait("document.querySelector('#model option')")
