@@ -67,7 +67,7 @@ def _list(store: KeyStore, args: argparse.Namespace) -> None:
         print(json.dumps({"keys": keys}))
         return
     if not keys:
-        print("no keys: openwafer keys create --name NAME")
+        print(f"no keys in {store.path}: openwafer keys create --name NAME")
         return
     from rich.console import Console
     from rich.table import Table

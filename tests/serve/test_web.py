@@ -81,6 +81,7 @@ def test_chat(page: Page, site: Running):
     assert page.js(f"[...document.querySelectorAll('{last} .said a')].map(a => a.href)") == ["https://example.org/x"]
     assert page.js("window.hacked") is None
     assert "tokens/s" in page.text(last + ".speed")
+    assert site.engine.submitted[-1].sampling.temperature == 0.7
     num_before = len(site.engine.submitted)
     page.click("#regenerate")
     page.wait("document.querySelector('#regenerate') && document.querySelector('#send').innerText === 'Send'")
