@@ -43,7 +43,7 @@ $(BIN)/pip:
 
 .venv/installed-run: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "installing openwafer into .venv (PyTorch is large: some minutes the first time)"
-	@$(PIP_INSTALL) -e .
+	@$(PIP_INSTALL) -e '.[serve]'
 	@touch $@
 
 .venv/installed-dev: pyproject.toml constraints.txt | $(BIN)/pip

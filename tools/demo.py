@@ -12,6 +12,7 @@ OUT = Path("demo_out")
 NEXT = """
 What to try next:
   .venv/bin/openwafer chat smollm2 "Why is the sky blue?"
+  .venv/bin/openwafer serve smollm2
   .venv/bin/openwafer graph --params llama3_70b
   .venv/bin/openwafer train --params gpt_tiny --model_dir demo_out --num_steps 1000
 """

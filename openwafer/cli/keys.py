@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     create.add_argument("--name", metavar="TEXT", required=True, help="whose key it is")
     add_flags(create, KeyConfig, ["requests_per_day", "tokens_per_minute"])
     create.add_argument("--admin", action="store_true", help="the key may also manage keys in the console")
-    listing = actions.add_parser("list", help="show all keys and what they did today and ever")
+    listing = actions.add_parser("list", help="show all keys and what was done with them so far")
     revoke = actions.add_parser("revoke", help="refuse a key from now on")
     revoke.add_argument("key", metavar="ID|NAME", help="the key's id or name")
     for action in (create, listing, revoke):
@@ -67,7 +67,7 @@ def _list(store: KeyStore, args: argparse.Namespace) -> None:
         print(json.dumps({"keys": keys}))
         return
     if not keys:
-        print("no keys: openwafer keys create --name NAME")
+        print(f"no keys in {store.path}: openwafer keys create --name NAME")
         return
     from rich.console import Console
     from rich.table import Table

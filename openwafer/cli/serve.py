@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from openwafer.serve.pipeline.cluster import Cluster
 
 _NEEDED = ("fastapi", "uvicorn", "uvloop", "httptools", "llguidance", "prometheus_client")
-# What other servers call the same thing.
-_ALIASES = {"max_model_len": "max_context", "max_num_seqs": "max_running"}
+# What other servers call the same thing. torchrun takes --log for a short form of its own flags, and refuses it.
+_ALIASES = {"max_model_len": "max_context", "max_num_seqs": "max_running", "log_format": "log"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, ServeConfig, [field.name for field in dataclasses.fields(ServeConfig)])
     add_flags(parser, EngineConfig, [field.name for field in dataclasses.fields(EngineConfig)])
     for alias, name in _ALIASES.items():
-        parser.add_argument(f"--{alias}", dest=name, metavar="N", help=f"same as --{name}", default=argparse.SUPPRESS)
+        parser.add_argument(f"--{alias}", dest=name, metavar="X", help=f"same as --{name}", default=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -69,7 +69,7 @@ def _with_ranks(given: dict[str, Any]) -> dict[str, Any]:
 def _serve(model: str, config: ServeConfig, engine_config: EngineConfig, cluster: "Cluster | None" = None) -> None:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
-        raise UserError(f"serving needs {', '.join(missing)}: pip install 'openwafer[serve]'")
+        raise UserError(f"serving needs {', '.join(missing)}: {sys.executable} -m pip install 'openwafer[serve]'")
 
     from openwafer.serve.api.logs import configure
     from openwafer.serve.api.server import ApiServer
@@ -82,7 +82,7 @@ def _serve(model: str, config: ServeConfig, engine_config: EngineConfig, cluster
     store = KeyStore(config.keys or default_path())
     service = Service(config, store, names)
     server = ApiServer(service, lambda: _load(model, names, engine_config, config, template, cluster))
-    _announce(server.url, names, service.needs_key)
+    _announce(server.url, names, service.needs_key, service.is_public)
     try:
         server.run()
     finally:
@@ -141,7 +141,9 @@ def _read_template(path: Path | None) -> str | None:
         raise UserError(f"cannot read --chat_template {path}: {error}") from None
 
 
-def _announce(url: str, names: tuple[str, ...], needs_key: bool) -> None:
+def _announce(url: str, names: tuple[str, ...], needs_key: bool, is_public: bool) -> None:
     who = "clients need an API key" if needs_key else "no API keys, so only this machine can reach it"
+    if is_public:
+        who += ", and other machines can reach it"
     print(f"loading {', '.join(names)}, to be served at {url} ({who})", file=sys.stderr)
     print(f"API {url}/v1   chat {url}/   playground {url}/playground   console {url}/console", file=sys.stderr)

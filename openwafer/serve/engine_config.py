@@ -22,7 +22,10 @@ class EngineConfig:
         None, help="pack weights to 8 or 4 bits in groups of 32 while loading (default: as stored)"
     )
     num_threads: int | None = option(
-        None, help="CPU threads of the model, all stages together (default: the cores there are)", minimum=1
+        None,
+        help="CPU threads of the model, all stages together (default: the cores there are)",
+        minimum=1,
+        maximum=1024,
     )
     num_csx: int = option(
         1,

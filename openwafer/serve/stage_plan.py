@@ -153,6 +153,11 @@ def num_cache_blocks(shape: ModelConfig, config: EngineConfig, memory: int, numb
     most = config.num_running * -(-shape.max_position_embeddings // PAGE)
     num_blocks = min(memory // block_bytes, most)
     if num_blocks < 1:
+        if config.kv_cache is None and config.dram is not None:
+            raise UserError(
+                f"dram {config.dram} is too small: keys and values get {memory} bytes of it, and {PAGE} tokens of this "
+                f"model need {block_bytes}"
+            )
         raise UserError(f"kv_cache {memory} is too small: {PAGE} tokens of this model need {block_bytes} bytes")
     return num_blocks
 

@@ -1,5 +1,6 @@
 """`openwafer serve` as a process: a model with random weights, a signal in the middle of an answer."""
 
+import argparse
 import concurrent.futures
 import contextlib
 import json
@@ -16,7 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 import transformers
+from torch.distributed.run import get_args_parser
 
+from openwafer.cli import serve
 from openwafer.cli.main import main
 from openwafer.models.load import open_model
 from openwafer.models.tokenizer import Tokenizer
@@ -236,11 +239,26 @@ def _same_alone_and_in_company(http: httpx.Client) -> None:
         (["--served-model-name", ","], "--served_model_name must be a name"),
         (["--prot", "1"], "did you mean '--port'"),
         (["--keys", "/proc/none/keys"], "cannot keep API keys"),
+        (["--num-threads", "1000000000"], "--num_threads must be at most 1024, got 1000000000"),
+        (["--log-format", "xml"], "--log must be one of json, text, got 'xml'"),
     ],
 )
 def test_mistakes(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], reason: str):
     assert main(["serve", str(tiny), "--keys", str(tmp_path / "keys"), *flags]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_torchrun_lets_every_flag_through() -> None:
+    """It refuses what could be short for two flags of its own; --log is such a one, and has another name for it."""
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    flags = [flag for action in parser._actions for flag in action.option_strings if flag not in ("-h", "--help")]
+    assert "--log_format" in flags
+    flags.remove("--log")
+    for flag in flags:
+        script = ["serve", "smollm2", flag, "1"]
+        arguments = ["--standalone", "--nproc-per-node", "2", "-m", "openwafer", *script]
+        assert get_args_parser().parse_args(arguments).training_script_args == script
 
 
 def test_model_that_cannot_be_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -58,6 +58,7 @@ def test_without_a_compiler_the_definition_runs(
     ("options", "reason"),
     [
         ({"kv_cache": 100}, "kv_cache 100 is too small"),
+        ({"dram": 400}, "dram 400 is too small: keys and values get 100 bytes of it"),
         ({"max_context": 1000}, "max_context 1000 is more than the model"),
         ({"speculation": "draft"}, "needs a draft_model"),
         ({"draft_model": "small"}, "draft_model small is not used with speculation none: give --speculation draft"),

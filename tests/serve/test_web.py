@@ -81,6 +81,7 @@ def test_chat(page: Page, site: Running):
     assert page.js(f"[...document.querySelectorAll('{last} .said a')].map(a => a.href)") == ["https://example.org/x"]
     assert page.js("window.hacked") is None
     assert "tokens/s" in page.text(last + ".speed")
+    assert site.engine.submitted[-1].sampling.temperature == 0.7
     num_before = len(site.engine.submitted)
     page.click("#regenerate")
     page.wait("document.querySelector('#regenerate') && document.querySelector('#send').innerText === 'Send'")
@@ -260,6 +261,10 @@ def test_console(page: Page, site: Running):
     page.js("localStorage.clear()")
     page.open(site.url + "/")
     page.wait("document.querySelector('#key-dialog').open")
+    assert page.text("#key-dialog .error") == ""
+    page.write("#key-dialog input", "wrong")
+    page.press("Enter")
+    page.wait("/not valid/.test(document.querySelector('#key-dialog .error')?.innerText)")
     page.write("#key-dialog input", secret)
     page.press("Enter")
     page.wait("document.querySelector('#model option')")

@@ -112,10 +112,19 @@ def _too_many(what: str, limit: int, wait_s: float, *, is_soon: bool) -> ApiErro
     """Clients sleep for `retry-after` and ask again, unless we say that it is not worth it: a day's end is not."""
     return ApiError(
         429,
-        f"the limit of {limit} {what} is reached: try again in {wait_s:.1f} s",
+        f"the limit of {limit} {what} is reached: try again in {_in_words(wait_s)}",
         code=what.replace(" ", "_") + "_exceeded",
         headers={"retry-after": str(math.ceil(wait_s)), "x-should-retry": "true" if is_soon else "false"},
     )
+
+
+def _in_words(wait_s: float) -> str:
+    """Rounded up, so that whoever waits for it is not refused again."""
+    seconds = math.ceil(wait_s)
+    if seconds < 120:
+        return f"{seconds} s"
+    minutes = math.ceil(wait_s / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 class Clients:

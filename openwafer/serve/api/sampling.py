@@ -33,6 +33,13 @@ def asked_tokens(request: Drawing) -> int | None:
     return None if asked == -1 else asked
 
 
+def _least_tokens(request: Drawing) -> int:
+    """How short an answer may be."""
+    if isinstance(request, ChatRequest) and request.min_completion_tokens is not None:
+        return request.min_completion_tokens
+    return request.min_tokens or 0
+
+
 def sampling(
     served: ServedModel,
     request: Drawing,
@@ -56,7 +63,7 @@ def sampling(
     seed = None if request.seed is None else (request.seed + index) % 2**63
     return Sampling(
         max_tokens=max(max_tokens, 1),
-        min_tokens=min(request.min_tokens or 0, max_tokens),
+        min_tokens=min(_least_tokens(request), max_tokens),
         temperature=_given(request.temperature, 1.0),
         top_p=max(_given(request.top_p, 1.0), _SMALLEST_TOP_P),
         top_k=request.top_k if request.top_k and request.top_k > 0 else None,

@@ -197,6 +197,10 @@ class Drawing(Model):
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     user: str | None = None
+    # Labels for whoever keeps requests; nothing is kept here.
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    store: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "Drawing":
@@ -210,6 +214,8 @@ class ChatRequest(Drawing):
 
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=-1)
+    min_completion_tokens: int | None = Field(None, ge=0)
+    modalities: list[Literal["text"]] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = Field(None, max_length=128)

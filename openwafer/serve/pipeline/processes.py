@@ -26,8 +26,8 @@ class StageLost(UserError):
 class StageProcesses:
     """One process for each spec, in a row. `first` takes batches, `last` gives results."""
 
-    # What Python is told to run; a test has another.
-    program: ClassVar[tuple[str, ...]] = ("-m", "openwafer.serve.pipeline.stage")
+    # What Python is told to run; a test has another. -P: modules in the folder where the user stands are not ours.
+    program: ClassVar[tuple[str, ...]] = ("-P", "-m", "openwafer.serve.pipeline.stage")
 
     def __init__(self, specs: Sequence[StageSpec], link: str | None = None) -> None:
         """`link`: the last process sends to another host over it. Then there is no `last`, and nobody waits yet."""

@@ -6,6 +6,7 @@ import { askForKey, layout } from "./layout.js";
 import { markdown } from "./markdown.js";
 
 const STORE = "openwafer.conversation";
+const TEMPERATURE = 0.7; // as in `openwafer chat`: at the API's 1 small models ramble on to the end of their context
 const IDEAS = ["Explain weight streaming in two sentences.", "Write a haiku about silicon.", "What is 17 × 23, step by step?"];
 
 const picker = layout({ withModel: true });
@@ -81,7 +82,8 @@ async function answer() {
   running = new AbortController();
   busy(true);
   try {
-    for await (const chunk of stream("/v1/chat/completions", { model: picker.value, messages: history }, running.signal)) {
+    const request = { model: picker.value, messages: history, temperature: TEMPERATURE };
+    for await (const chunk of stream("/v1/chat/completions", request, running.signal)) {
       const delta = chunk.choices[0]?.delta?.content;
       if (delta) {
         message.content += delta;

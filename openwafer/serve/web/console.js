@@ -21,6 +21,7 @@ async function refresh() {
     ]);
     names = { ...NO_KEYS, ...Object.fromEntries(keys.keys.map((item) => [item.id, item.name])) };
     $("#error").hidden = true;
+    showParts(true);
     showFigures(usage.usage, recent.requests, health);
     showUsage(usage.usage);
     showKeys(keys.keys, usage.usage);
@@ -28,8 +29,14 @@ async function refresh() {
   } catch (error) {
     $("#error").hidden = false;
     $("#error").textContent = error.message;
+    if ([401, 403].includes(error.status)) showParts(false);
     if (error.status === 401 && !document.querySelector("dialog[open]")) askForKey();
   }
+}
+
+// Nobody is offered forms that their key may not use.
+function showParts(isAllowed) {
+  for (const part of document.querySelectorAll("main > section")) part.hidden = !isAllowed;
 }
 
 const day = (offset = 0) => new Date(Date.now() - offset * 86400e3).toISOString().slice(0, 10);

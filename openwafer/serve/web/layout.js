@@ -27,10 +27,12 @@ function themeButton() {
 
 function keyDialog() {
   const input = el("input", { type: "password", autocomplete: "off", placeholder: "ow-…", "aria-label": "API key" });
+  const problem = el("p", { class: "error", role: "alert" });
   const form = el(
     "form",
     { method: "dialog" },
     el("h2", {}, "API key"),
+    problem,
     el("p", { class: "note" }, "Sent with every request of these pages, and kept in this browser only."),
     el("div", { class: "form" }, input, el("button", { class: "main" }, "Use"), el("button", { type: "button", class: "plain", onclick: () => dialog.close() }, "Cancel")),
   );
@@ -39,13 +41,20 @@ function keyDialog() {
     key.set(input.value.trim());
     location.reload();
   });
-  return { dialog, open: () => ((input.value = key.get()), dialog.showModal()) };
+  const open = (text = "") => {
+    input.value = key.get();
+    problem.textContent = text;
+    problem.hidden = !text;
+    if (!dialog.open) dialog.showModal();
+  };
+  return { dialog, open };
 }
 
 let keys = null;
 
+// After a 401.
 export function askForKey() {
-  keys.open();
+  keys.open(key.get() ? "This key is not valid here, or it was revoked." : "");
 }
 
 // Fills the header; gives the model picker, or null on pages without one.
@@ -77,6 +86,6 @@ async function fillModels(picker) {
     picker.dispatchEvent(new Event("change"));
     picker.addEventListener("change", () => localStorage.setItem("openwafer.model", picker.value));
   } catch (error) {
-    if (error.status === 401) keys.open();
+    if (error.status === 401) askForKey();
   }
 }

@@ -41,7 +41,8 @@ def test_sampling_fields_reach_the_engine(api: Running):
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "frequency_penalty": 0.3, "presence_penalty": -0.2,
         "logit_bias": {"5": -3.0}, "min_tokens": 2, "max_completion_tokens": 9, "logprobs": True, "top_logprobs": 3,
         "prediction": {"type": "content", "content": "ab"}, "user": "u", "prompt_cache_key": "k",
-        "reasoning_effort": "low",
+        "reasoning_effort": "low", "metadata": {"a": "b"}, "safety_identifier": "s", "store": False,
+        "modalities": ["text"],
     }  # fmt: skip
     answer = api.chat(say("abcd"), service_tier="auto", **fields)
     assert answer.status_code == 200
@@ -53,6 +54,9 @@ def test_sampling_fields_reach_the_engine(api: Running):
     assert (drawn.min_tokens, drawn.max_tokens, drawn.num_logprobs) == (2, 9, 3)
     assert drawn.stop_ids == frozenset(TOKENIZER.eos_ids)
     assert request.prediction == tuple(TOKENIZER.encode("ab"))
+    api.chat(say("x"), min_completion_tokens=3, max_completion_tokens=9)
+    assert api.engine.submitted[-1].sampling.min_tokens == 3
+    assert api.chat(say("x"), store=True).json()["error"]["param"] == "store"
     api.chat(say("x"), top_k=0, max_tokens=-1)
     drawn = api.engine.submitted[-1].sampling
     assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.num_logprobs) == (1.0, 1.0, None, None)

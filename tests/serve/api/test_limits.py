@@ -38,6 +38,7 @@ def test_estimate_is_settled():
         client.take_tokens(30, is_upper_bound=False)
     assert refused.value.status == 429
     assert refused.value.headers == {"retry-after": "6", "x-should-retry": "true"}
+    assert str(refused.value).endswith("try again in 6 s")
     client.settle(80, 10)
     assert client.take_tokens(90, is_upper_bound=False) == 90
     client.settle(90, 120)  # more than was estimated: a debt
@@ -50,6 +51,15 @@ def test_request_that_can_never_fit():
         client.take_tokens(101, is_upper_bound=False)
     assert refused.value.headers["x-should-retry"] == "false"
     assert client.take_tokens(101, is_upper_bound=True) == 100
+
+
+@pytest.mark.parametrize(("limit", "words"), [(1440, "60 s"), (20, "72 min"), (5, "4 h 48 min")])
+def test_it_says_in_words_how_long_to_wait(limit: int, words: str):
+    client = Client(id="a", name="a", requests=Bucket(limit, 86400.0, Clock()))
+    for _ in range(limit):
+        client.take_request()
+    with pytest.raises(ApiError, match=f"the limit of {limit} requests per day is reached: try again in {words}$"):
+        client.take_request()
 
 
 def test_no_limit():

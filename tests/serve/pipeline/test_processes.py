@@ -25,6 +25,15 @@ def test_a_stage_that_cannot_load_says_why(tmp_path: Path) -> None:
         StageProcesses([spec])
 
 
+def test_modules_in_the_folder_where_the_user_stands_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dataclasses.py").write_text("raise RuntimeError('not the one of Python')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # it may be `.`
+    test_a_stage_that_cannot_load_says_why(tmp_path)
+
+
 def test_the_plan_of_a_gpu_arrives_as_it_was_sent() -> None:
     plan = DevicePlan(
         region=Region(first=2, stop=5, num_layers=9),
