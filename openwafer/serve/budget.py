@@ -6,6 +6,7 @@ from pathlib import Path
 
 from openwafer.direct_io import BLOCK_BYTES, rounded_up
 from openwafer.errors import UserError
+from openwafer.memoryx.placement import shown
 from openwafer.serve.inventory import Inventory
 from openwafer.serve.region import Region
 from openwafer.serve.stream import Placement
@@ -46,8 +47,8 @@ def share(
     needed = sum(least) + cache
     if dram < needed:
         raise UserError(
-            f"dram {dram} is too small: {needed} bytes are needed for keys and values ({cache}) and for the "
-            f"weights being read, packed and computed with ({sum(least)}); give at least --dram "
+            f"dram {shown(dram)} is too small: {shown(needed)} are needed for keys and values ({shown(cache)}) and for "
+            f"the weights being read, packed and computed with ({shown(sum(least))}); give at least --dram "
             f"{enough(dram, lambda more: sum(least) + cache_with(more))}, or a smaller --kv_cache"
         )
     totals = [inventory.total(region) for region in regions]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from openwafer.errors import UserError
 from openwafer.kernels.compiled import NoCompiler
+from openwafer.memoryx.placement import shown
 from openwafer.models.config import ModelConfig
 from openwafer.models.load import StoredModel, open_model
 from openwafer.serve.draft_budget import beside_stages, divide_with_draft
@@ -94,7 +95,15 @@ def open_stage(
         _log.warning("%s: the model runs in PyTorch, row by row and much slower", error)
         program = load_program(stored, config, plan.region)
         return ReferenceRunner(program, num_blocks=plan.num_blocks, block_size=PAGE)
-    stream = None if plan.placement is None else WeightStream(plan.placement, folder or config.flash)
+    stream = None
+    if plan.placement is not None:
+        stream = WeightStream(plan.placement, folder or config.flash)
+        _log.info(
+            "%d of %d layers are read from flash in every step; it holds %s",
+            len(plan.placement.layers),
+            plan.region.stop - plan.region.first,
+            shown(plan.placement.file_bytes),
+        )
     try:
         return NativeRunner(
             load_program(stored, config, plan.region, stream),

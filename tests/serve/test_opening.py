@@ -64,7 +64,7 @@ def test_without_a_compiler_the_definition_runs(
         ({"draft_model": "small"}, "draft_model small is not used with speculation none: give --speculation draft"),
         ({"num_csx": 3}, "num_csx 3 is more than the 2 layers"),
         ({"device_memory": "1GiB"}, "device_memory 1073741824 is for --device cuda"),
-        ({"dram": 1000, "kv_cache": 70_000}, r"dram 1000 is too small: \d+ bytes are needed"),
+        ({"dram": 1000, "kv_cache": 70_000}, r"dram 1000 bytes is too small: .* are needed"),
         pytest.param(
             {"device": "cuda"},
             "sees no GPU here",
@@ -80,7 +80,7 @@ def test_what_cannot_be_is_told(folder: Path, options: dict, reason: str) -> Non
 def test_the_least_budget_that_is_told_is_enough_where_the_cache_grows_with_it() -> None:
     model = stored(tiny_module(dataclasses.replace(CONFIGS["llama"], num_hidden_layers=8)))
     options = {"max_step_tokens": 2, "max_running": 60}
-    with pytest.raises(UserError, match="dram 140000 is too small") as told:
+    with pytest.raises(UserError, match="dram 136.7 KiB is too small") as told:
         plan_stages(model, EngineConfig(dram=140_000, **options))
     least = int(str(told.value).split("--dram ")[1].split(",")[0])
     (plan,) = plan_stages(model, EngineConfig(dram=least, **options))
