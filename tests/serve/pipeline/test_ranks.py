@@ -101,9 +101,9 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def torchrun(num_ranks: int, model: Path, folder: Path) -> Iterator[Ranks]:
+def torchrun(num_ranks: int, model: Path, folder: Path, *flags: str) -> Iterator[Ranks]:
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    with _running([[*command, *PROGRAM, *_serve(model, folder)]], [{}]) as ranks:
+    with _running([[*command, *PROGRAM, *_serve(model, folder), *flags]], [{}]) as ranks:
         yield ranks
 
 
@@ -184,8 +184,11 @@ def test_three_ranks_answer_as_one_process_and_the_loss_of_one_ends_all(
         assert all(_is_gone(pid) for pid in others)
 
 
-def test_two_ranks_end_after_the_answer_when_one_is_asked_to(tiny: Path, tmp_path: Path, logprobs: list[float]) -> None:
-    with torchrun(2, tiny, tmp_path) as ranks, ranks.client() as http:
+def test_two_ranks_and_a_draft_end_after_the_answer_when_one_is_asked_to(
+    tiny: Path, tmp_path: Path, logprobs: list[float]
+) -> None:
+    draft = ("--speculation", "draft", "--draft_model", str(tiny))
+    with torchrun(2, tiny, tmp_path, *draft) as ranks, ranks.client() as http:
         assert _asked(http) == logprobs
         with http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 100}) as response:
             lines = response.iter_lines()
