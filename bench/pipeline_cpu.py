@@ -28,7 +28,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from _child import ROOT, child_environment
+
+sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
     from openwafer.serve.engine import LocalEngine
@@ -85,8 +87,7 @@ def ranks(model: str) -> "Iterator[tuple[Cluster, int]]":
     os.environ |= world | {"RANK": "0", "LOCAL_RANK": "0"}
     options: dict[str, Any] = COMMON | {"num_threads": 2}
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    root = str(Path(__file__).resolve().parent.parent)
-    environment = {**os.environ, "RANK": "1", "LOCAL_RANK": "1", "PYTHONPATH": root}
+    environment = child_environment(RANK="1", LOCAL_RANK="1")
     other = subprocess.Popen([sys.executable, "-m", "openwafer", "serve", model, *flags], env=environment)
     try:
         with Cluster(meet(model, EngineConfig(**options, num_csx=2), __version__)) as cluster:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+NEVER = datetime.timedelta(days=3650)  # ranks wait for each other's work; heartbeats find those that are lost
 _CHUNK_BYTES = 32 << 20  # a Unit of any size passes in pieces of this
 _FRAME_BYTES = 4096
 _LENGTH = struct.Struct("<q")

@@ -4,7 +4,6 @@ Ranks 0 .. M-1 are MemoryX, the others CSX. Before anything starts every rank sa
 compares and decides for all.
 """
 
-import datetime
 import hashlib
 import json
 import os
@@ -22,8 +21,8 @@ from openwafer.errors import UserError
 from openwafer.swarmx.config import SwarmConfig
 from openwafer.swarmx.meeting import Meeting, compare, open_store
 from openwafer.swarmx.torchrun import world_size
+from openwafer.swarmx.transfer import NEVER
 
-_NEVER = datetime.timedelta(days=30)  # transfers wait for computing ranks; heartbeats find those that are lost
 # What must be the same everywhere, and how a difference is called.
 _SAME = {"version": "another version", "torch": "another torch", "params": "other params"}
 _SAME |= {"machine": "another machine", "threads": "another number of threads"}
@@ -82,15 +81,15 @@ def join(
     if "error" in verdict:
         raise UserError(verdict["error"] if rank == 0 else f"rank 0 refused to start: {verdict['error']}")
     store = PrefixStore(f"openwafer/{verdict['round']}", store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_NEVER)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=NEVER)
     everyone = list(range(size))
     return World(
         rank=rank,
         num_memoryx=config.num_memoryx,
         num_csx=found_csx,
         hosts=tuple(verdict["hosts"]),
-        control=dist.new_group(everyone, timeout=_NEVER, backend="gloo"),
-        bulk=dist.new_group(everyone, timeout=_NEVER, backend="gloo"),
+        control=dist.new_group(everyone, timeout=NEVER, backend="gloo"),
+        bulk=dist.new_group(everyone, timeout=NEVER, backend="gloo"),
         verdict=verdict["decision"],
     )
 

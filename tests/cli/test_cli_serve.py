@@ -16,7 +16,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import transformers
 from torch.distributed.run import get_args_parser
 
 from openwafer.cli import serve
@@ -29,7 +28,8 @@ from openwafer.serve.gpu.opening import open_on_gpus
 from openwafer.serve.keys import KeyStore
 from tests.serve.conftest import Client as EngineClient
 from tests.serve.gpu.late_gpu import LateGpus
-from tests.serve.script_server import EOS, TOKENIZER
+from tests.serve.saved_model import saved_model
+from tests.serve.script_server import EOS
 
 LATE = (str(Path(__file__).parents[1] / "serve" / "gpu" / "late_program.py"),)
 PROMPT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
@@ -45,25 +45,7 @@ class Process:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _saved(tmp_path_factory.mktemp("models") / "tiny", num_layers=2)
-
-
-def _saved(folder: Path, num_layers: int) -> Path:
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=num_layers,
-        num_attention_heads=2,
-        vocab_size=TOKENIZER.vocab_size,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=EOS,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    TOKENIZER.backend.save(str(folder / "tokenizer.json"))
-    settings = {"chat_template": TOKENIZER.chat_template, "eos_token": "<|im_end|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    return saved_model(tmp_path_factory.mktemp("models") / "tiny", num_layers=2)
 
 
 @contextlib.contextmanager
@@ -166,7 +148,7 @@ def test_two_processes_answer_as_one_and_the_loss_of_one_ends_the_server(tiny: P
 
 def test_stages_on_gpus_with_streamed_layers_answer_as_one_gpu_does(tmp_path: Path) -> None:
     """All of it, but for the GPUs, which are host memory on which copies come late."""
-    model = _saved(tmp_path / "tiny", num_layers=8)
+    model = saved_model(tmp_path / "tiny", num_layers=8)
     flags = ["--device", "cuda", "--dtype", "fp32", "--max-step-tokens", "32", "--max-running", "4"]
     flags += ["--num-csx", "2", "--kv-cache", "600kB", "--max-context", "256", "--device-memory", "2850kB"]
     seeded = {**PROMPT, "temperature": 1, "seed": 11, "max_tokens": 6, "logprobs": True}

@@ -1,5 +1,6 @@
 """The C kernels against the definition in PyTorch, and against the model itself."""
 
+import dataclasses
 import os
 import platform
 import subprocess
@@ -21,17 +22,17 @@ TOKENS = np.random.default_rng(0).integers(0, 101, 45).astype(np.int32)
 TABLE = np.array([[5, 2, 7, 0, 3]], np.int32)
 
 
-def native(program: Program, num_threads: int = 2, half_cache: bool = False) -> NativeRunner:
-    return NativeRunner(program, num_blocks=8, max_rows=64, half_cache=half_cache, num_threads=num_threads)
+def native(program: Program, num_threads: int = 2, half_cache: bool = False, max_rows: int = 64) -> NativeRunner:
+    return NativeRunner(program, num_blocks=8, max_rows=max_rows, half_cache=half_cache, num_threads=num_threads)
 
 
-def feed(runner: Runner, pieces: list[int]) -> np.ndarray:
-    """Logits of all of TOKENS, computed in pieces."""
+def feed(runner: Runner, pieces: list[int], tokens: np.ndarray = TOKENS) -> np.ndarray:
+    """Logits of all tokens, computed in pieces."""
     logits, start = [], 0
     for length in pieces:
         stop = start + length
         batch = Batch(
-            tokens=TOKENS[start:stop].copy(),
+            tokens=tokens[start:stop].copy(),
             positions=np.arange(start, stop, dtype=np.int32),
             sequences=np.zeros(length, np.int32),
             tables=TABLE,
@@ -39,7 +40,7 @@ def feed(runner: Runner, pieces: list[int]) -> np.ndarray:
         )
         logits.append(runner.run(batch))
         start = stop
-    assert start == len(TOKENS)
+    assert start == len(tokens)
     return np.concatenate(logits)
 
 
@@ -81,6 +82,18 @@ def test_a_row_has_the_same_bits_however_the_prompt_is_cut(name: str, options: d
     assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes()
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_more_rows_and_inputs_than_a_kernel_keeps_at_once(quantization: str) -> None:
+    """80 rows, and products of 2100 inputs, together and one by one."""
+    config = dataclasses.replace(CONFIGS["odd"], intermediate_size=2100, num_hidden_layers=1)
+    program = tiny_program(config, quantization=quantization)
+    runner = native(program, num_threads=1, half_cache=True, max_rows=80)
+    tokens = np.resize(TOKENS, 80)
+    together, alone = feed(runner, [80], tokens), feed(runner, [1] * 80, tokens)
+    runner.close()
+    assert together.tobytes() == alone.tobytes()
+
+
 def test_the_definition_does_not_depend_on_the_batch_either() -> None:
     program = tiny_program(CONFIGS["qwen2"], quantization="int4")
     results = [feed(ReferenceRunner(program, num_blocks=8, block_size=PAGE), pieces) for pieces in ([45], [20, 25])]
@@ -108,7 +121,7 @@ def test_the_loops_for_avx512_with_its_instructions_emulated(tmp_path: Path, mor
     compiler.write_text(f'#!/bin/sh\nexec cc {" ".join(flags)} "$@" -O1\n')
     compiler.chmod(0o755)
     environment = {**os.environ, "CC": str(compiler), "OPENWAFER_CACHE": str(tmp_path)}
-    which = "(packed_weights or same_bits) and odd"
+    which = "(packed_weights or same_bits) and odd or keeps_at_once"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__, "-k", which]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

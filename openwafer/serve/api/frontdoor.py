@@ -1,5 +1,6 @@
 """Around every request: an id, headers that all responses have, one log line, and an answer when all else fails."""
 
+import asyncio
 import logging
 import re
 import time
@@ -8,7 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from openwafer.serve.api.body import Disconnected, Receive
-from openwafer.serve.api.errors import ApiError
+from openwafer.serve.api.errors import ApiError, stopping
 from openwafer.serve.api.limits import NOBODY, Client
 from openwafer.serve.api.wire import to_json
 
@@ -70,6 +71,8 @@ class FrontDoor:
             visit.status = visit.status or 499
         except ApiError as error:
             await visit.fail(error)
+        except asyncio.CancelledError:  # the server ends before this request does
+            await visit.fail(stopping())
         except Exception:  # the last resort of a server: say 500, keep serving
             log.exception("a request failed", extra={"fields": {"request_id": visit.request_id}})
             await visit.fail(ApiError(500, f"the server failed on this request; its log has the id {visit.request_id}"))

@@ -47,7 +47,7 @@ class Cluster:
 
     def __init__(self, members: Members) -> None:
         self.members = members
-        self.results = Inbox(Link(members.link("results"), side=1))
+        self._results: Inbox | None = None
         self._mailbox = Mailbox()
         self._lock = threading.Lock()
         self._is_released = False
@@ -64,10 +64,13 @@ class Cluster:
         error = self._mailbox.lost
         return None if error is None else StageLost(str(error))
 
-    def open(self, specs: Sequence[StageSpec]) -> None:
-        """Have all other ranks load their stages; `await_ready` waits for them."""
+    def open(self, specs: Sequence[StageSpec]) -> Inbox:
+        """Have all other ranks load their stages; `await_ready` waits for them. Where results will come."""
         for rank, channel in self._channels.items():
             channel.send(Message(OPEN, {"spec": specs[rank].encoded().decode()}))
+        # Not before: the last stage comes to this link when it is told, and planning may have taken long.
+        self._results = Inbox(Link(self.members.link("results"), side=1))
+        return self._results
 
     def own_is_ready(self) -> None:
         self._mailbox.put(0, Message(READY))
@@ -105,7 +108,8 @@ class Cluster:
                 self._mailbox.get(rank, LEAVE)
                 os.kill(os.getpid(), signal.SIGTERM)  # lets answers finish
         except UserError:
-            self.results.end()
+            if self._results is not None:
+                self._results.end()
 
     def __enter__(self) -> "Cluster":
         return self
@@ -118,9 +122,10 @@ class Cluster:
             self.fail(UserError(what))
         failure = self.failure
         self.release()
-        self._status = 2 if failure is not None and (error is None or isinstance(error, UserError)) else 1
         if failure is None:
             self._status = 0
+        elif error is None or isinstance(error, UserError):
+            self._status = 2
         if error is None and failure is not None:
             raise failure
 

@@ -1,8 +1,9 @@
 """One way of bytes from a process to another on any host: whole messages over torch.distributed.
 
-A link is a process group of two (gloo, over TCP), so that nothing else is sent over it: each end is used by one thread,
-and it breaks when, and only when, the process at its other end is gone. A machine that vanishes without closing its
-connections is found by the heartbeats of the ranks' channels (`cluster.py`).
+A link is a process group of two (gloo, over TCP), so that nothing else is sent over it: each end is used by one thread.
+It breaks only when the process at its other end is gone, and then at once, with one exception: gloo says nothing to who
+has received a part of a message and waits for the rest. That, and a machine that vanishes without closing its
+connections, is found by the ranks' channels (`cluster.py`), which then end the `Inbox`.
 """
 
 import datetime
@@ -19,18 +20,19 @@ from openwafer.errors import UserError
 from openwafer.serve.pipeline.pipe import Broken
 from openwafer.swarmx.meeting import open_store
 from openwafer.swarmx.torchrun import world_size
-from openwafer.swarmx.transfer import Transfer, start_receive, start_send
+from openwafer.swarmx.transfer import NEVER, Transfer, start_receive, start_send
 
 _LENGTH = struct.Struct("<Q")
 # A message up to this size is one transfer; a longer one needs a second, which waits for an answer to the first.
 _FRAME_BYTES = 32 << 10
 _JOIN = datetime.timedelta(minutes=2)  # both ends are told at the same time; a process may have to start first
-_NEVER = datetime.timedelta(days=30)  # a stage may have nothing to do for long
 
 
 def joined(name: str, side: int) -> ProcessGroupGloo:
     """The group of two called `name`, once the other side (0 or 1) is there too."""
-    store = open_store(1, world_size())  # a connection of its own: one that waits keeps others from using it
+    # A connection of its own, because one that waits keeps others from using it; and as any rank that is not the first,
+    # which would open another store.
+    store = open_store(1, world_size())
     try:
         return ProcessGroupGloo(PrefixStore(name, store), side, 2, _JOIN)
     except RuntimeError as error:
@@ -83,6 +85,6 @@ class Link:
 
     def _transfer(self, start: Callable[[Any, torch.Tensor, int, int], Transfer], piece: torch.Tensor) -> None:
         try:
-            start(self.join(), piece, 1 - self._side, 0).wait(_NEVER)
+            start(self.join(), piece, 1 - self._side, 0).wait(NEVER)  # there may be nothing to do for long
         except (RuntimeError, UserError) as error:
             raise Broken(str(error)) from None

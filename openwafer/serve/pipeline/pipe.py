@@ -2,8 +2,8 @@
 
 `Pipe` joins processes of one host, over a socket without a name: a message of a decoding step is a few kilobytes and
 takes tens of microseconds, without a port, a rendezvous or threads. `Link` (`link.py`) joins hosts, over
-`torch.distributed`, and takes several times as long (`bench/pipeline_cpu.py` prints both). With both a process that
-dies closes its ends, however it ended, and whoever reads from it knows at once.
+`torch.distributed`, and takes several times as long (`bench/pipeline_cpu.py` prints both). A process that dies closes
+its ends, however it ended, and whoever reads from a pipe knows at once; `link.py` says when that is not so for a link.
 """
 
 import queue

@@ -1,10 +1,12 @@
 """A rank after the first: one stage of a pipeline, for the engine of rank 0, until that lets it go or is gone."""
 
 import dataclasses
+import queue
 import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,9 +38,10 @@ class _StageRank:
         self._is_running = False
         self._is_over = threading.Event()
         self._status = 1
-        self._is_asked = threading.Event()
+        # A queue, because another signal may come while one is handled: an Event would wait for its own lock.
+        self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._is_asked.set())
+            signal.signal(number, lambda received, _: self._signals.put(received))
         self._mailbox = Mailbox()
         self._channel = channel_to(members, 0, self._mailbox)
         for target in (self._obey, self._ask):
@@ -54,9 +57,9 @@ class _StageRank:
                 self._fail(str(error))
         except MemoryError:
             self._fail(NO_MEMORY)
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, all ranks have to end
+            traceback.print_exc()
             self._fail(f"{type(error).__name__} {error}")
-            raise
         self._is_over.wait()
         end_at_once(self._status)
 
@@ -105,5 +108,5 @@ class _StageRank:
 
     def _ask(self) -> None:
         """Who is told to end while others serve asks rank 0 to end all: it lets answers finish first."""
-        self._is_asked.wait()
+        self._signals.get()
         self._channel.send(Message(LEAVE))

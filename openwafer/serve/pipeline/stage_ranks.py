@@ -24,10 +24,9 @@ class StageRanks:
     def __init__(self, cluster: Cluster, specs: Sequence[StageSpec]) -> None:
         self._cluster = cluster
         self._is_ended = False
-        cluster.open(specs)
+        self.last: Inbox = cluster.open(specs)
         self._own = StageProcesses(specs[:1], link=cluster.members.link("stage-2"))
         self.first: Pipe = self._own.first
-        self.last: Inbox = cluster.results
         threading.Thread(target=self._watch_own, name="openwafer-watch", daemon=True).start()
         try:
             cluster.await_ready()

@@ -107,6 +107,20 @@ def test_requests_that_keep_coming_do_not_keep_the_server(tmp_path: Path) -> Non
         idle.close()
 
 
+def test_who_has_not_sent_its_request_is_told_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
+    with stopping(tmp_path, num_tokens=3) as (server, lines):
+        server.server.config.timeout_graceful_shutdown = 1
+        with socket.create_connection(server.server.address) as client:
+            client.sendall(head.encode() + b"half")
+            server.engine.is_hung = False
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+            answer = client.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "stopping"
+    assert "Traceback" not in caplog.text
+
+
 def test_a_second_interrupt_ends_all_at_once(tmp_path: Path) -> None:
     with stopping(tmp_path, num_tokens=3000) as (server, lines):
         address = server.server.address

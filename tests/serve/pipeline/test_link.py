@@ -1,6 +1,7 @@
 """Links between hosts: messages of any size arrive whole; what a peer that dies looks like is in test_ranks.py."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -35,6 +36,16 @@ def test_messages_arrive_whole_and_in_order_while_nobody_reads(store: TCPStore) 
     waiting.start()
     with pytest.raises(Broken):
         inbox.receive()
+
+
+def test_a_link_that_is_idle_for_longer_than_joining_may_take(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself gloo gives up waiting for a message after the time that its group was made with."""
+    monkeypatch.setattr(link, "_JOIN", link._JOIN / 80)
+    inbox, sender = Inbox(Link("way", side=1)), Link("way", side=0)
+    sender.join()
+    time.sleep(link._JOIN.total_seconds() + 0.3)
+    sender.send([b"still here"])
+    assert bytes(inbox.receive()) == b"still here"
 
 
 def test_an_end_that_does_not_come(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:

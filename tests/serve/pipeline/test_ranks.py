@@ -1,7 +1,6 @@
 """Stages as ranks: real torchrun and real HTTP, ranks that are killed, asked to end, or cannot load."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -15,37 +14,30 @@ from pathlib import Path
 
 import httpx
 import pytest
-import transformers
 
 from openwafer.cli.main import main
 from openwafer.serve.engine import EngineConfig, open_engine
 from tests.serve.conftest import Client
-from tests.serve.script_server import EOS, TOKENIZER
+from tests.serve.saved_model import saved_model
+from tests.serve.script_server import EOS
 
 ROOT = Path(__file__).parents[3]
+PROGRAM = ("-m", "openwafer")
 ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 SEEDED = {**ASKED, "temperature": 1, "seed": 11, "max_tokens": 12, "logprobs": True}
+FAULTY = """
+import sys
+from openwafer.cli.main import main
+from openwafer.serve.pipeline import rank
+rank.run_batches = lambda *_, **__: 1 / 0
+sys.exit(main(sys.argv[1:]))
+"""
 LONG = {**ASKED, "n": 4, "stream": True, "max_tokens": 800, "logit_bias": {str(EOS): -100}}
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=12,
-        num_attention_heads=2,
-        vocab_size=TOKENIZER.vocab_size,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=EOS,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    TOKENIZER.backend.save(str(folder / "tokenizer.json"))
-    settings = {"chat_template": TOKENIZER.chat_template, "eos_token": "<|im_end|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    return saved_model(tmp_path_factory.mktemp("models") / "tiny", num_layers=12)
 
 
 @pytest.fixture(scope="module")
@@ -109,26 +101,30 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def torchrun(num_ranks: int, model: Path, folder: Path) -> Iterator[Ranks]:
+def torchrun(num_ranks: int, model: Path, folder: Path, *flags: str) -> Iterator[Ranks]:
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    with _running([[*command, *_serve(model, folder)]], [{}]) as ranks:
+    with _running([[*command, *PROGRAM, *_serve(model, folder), *flags]], [{}]) as ranks:
         yield ranks
 
 
 @contextlib.contextmanager
-def by_hand(model: Path, folder: Path, *flags: Sequence[str]) -> Iterator[Ranks]:
-    """A rank for each tuple of flags, each on a host of its own as far as they know; quicker than torchrun."""
+def by_hand(model: Path, folder: Path, *flags: Sequence[str], last: Sequence[str] = PROGRAM) -> Iterator[Ranks]:
+    """A rank for each tuple of flags, each on a host of its own as far as they know; quicker than torchrun.
+
+    `last`: what Python is told to run as the last rank.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     world = {"WORLD_SIZE": str(len(flags)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    commands = [[*_serve(model, folder), *own] for own in flags]
+    commands = [[*PROGRAM, *_serve(model, folder), *own] for own in flags[:-1]]
+    commands.append([*last, *_serve(model, folder), *flags[-1]])
     with _running(commands, [{**world, "RANK": str(rank)} for rank in range(len(flags))]) as ranks:
         yield ranks
 
 
 def _serve(model: Path, folder: Path) -> list[str]:
-    return ["-m", "openwafer", "serve", str(model), "--port", "0", "--keys", str(folder / "keys.sqlite")]
+    return ["serve", str(model), "--port", "0", "--keys", str(folder / "keys.sqlite")]
 
 
 @contextlib.contextmanager
@@ -188,8 +184,11 @@ def test_three_ranks_answer_as_one_process_and_the_loss_of_one_ends_all(
         assert all(_is_gone(pid) for pid in others)
 
 
-def test_two_ranks_end_after_the_answer_when_one_is_asked_to(tiny: Path, tmp_path: Path, logprobs: list[float]) -> None:
-    with torchrun(2, tiny, tmp_path) as ranks, ranks.client() as http:
+def test_two_ranks_and_a_draft_end_after_the_answer_when_one_is_asked_to(
+    tiny: Path, tmp_path: Path, logprobs: list[float]
+) -> None:
+    draft = ("--speculation", "draft", "--draft_model", str(tiny))
+    with torchrun(2, tiny, tmp_path, *draft) as ranks, ranks.client() as http:
         assert _asked(http) == logprobs
         with http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 100}) as response:
             lines = response.iter_lines()
@@ -217,6 +216,14 @@ def test_a_stage_that_cannot_load_ends_all(tiny: Path, tmp_path: Path) -> None:
     with by_hand(tiny, tmp_path, [*flash, str(tmp_path)], [*flash, str(tmp_path / "file")]) as ranks:
         ranks.wait_for(r"\nopenwafer: stage 2 of 2 \(rank 1 on .*\): .*file")
         assert ranks.statuses() == [2, 1]
+
+
+def test_a_fault_of_a_stage_ends_all(tiny: Path, tmp_path: Path) -> None:
+    """With the place in the code where it is, and an exit of its own instead of one by torch."""
+    with by_hand(tiny, tmp_path, (), (), last=("-c", FAULTY)) as ranks:
+        ranks.wait_for(r"\nopenwafer: stage 2 of 2 \(rank 1 on [^)]*\): ZeroDivisionError division by zero")
+        assert ranks.statuses() == [2, 1]
+        assert "in <lambda>" in ranks.said
 
 
 def test_another_number_of_stages_than_ranks(
