@@ -119,7 +119,7 @@ def test_what_fits_stays_and_the_rest_is_spread() -> None:
 
 def test_a_budget_that_cannot_be_is_refused_with_the_number_that_can() -> None:
     inventory, regions = inventory_of(10), [Region(first=0, stop=10, num_layers=10)]
-    with pytest.raises(UserError, match="dram 976.6 KiB is too small: .* are needed") as told:
+    with pytest.raises(UserError, match=r"dram 976\.6 KiB is too small: .* are needed") as told:
         share(1_000_000, inventory, regions, lambda _: 5000, 8)
     needed = int(str(told.value).split("--dram ")[1].split(",")[0])
     (budget,) = share(needed, inventory, regions, lambda _: 5000, 8)
