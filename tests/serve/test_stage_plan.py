@@ -39,7 +39,7 @@ def test_a_budget_is_of_each_host() -> None:
         assert total + cache > 1_500_000  # else nothing had to be streamed
         streamed = sum(plan.placement.file_bytes for plan in stages if plan.placement is not None)
         assert total - streamed + cache < 1_500_000
-    with pytest.raises(UserError, match="dram 900000 is too small"):
+    with pytest.raises(UserError, match=r"dram 878\.9 KiB is too small"):
         plan_stages(MODEL, dataclasses.replace(config, dram=900_000), halves)
 
 
